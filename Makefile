@@ -1,0 +1,35 @@
+# make demo    set everything up, train on the built-in scenes, compare both retrieval directions
+# make test    set everything up, pass the tests
+# make check   style and types
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) data/scenes* data/cache logs

@@ -1,0 +1,217 @@
+"""Two runs over the same data: differences with intervals, and whether length was learned and is useful.
+
+Every difference is paired: both runs answered the same queries, so queries are resampled together (those of one image
+as one), which removes what the two share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmclip import diagnostics, metrics
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation import NATIVE, Results
+from mmclip.pools import MAIN_POOL
+from mmclip.similarity import CLIP_DIRECTIONS, Direction
+
+Array = NDArray[Any]
+Json = dict[str, Any]
+SEED = 0
+
+
+def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed: int = SEED) -> Json:
+    """b - a: pool -> direction -> scoring -> metric -> {"delta", "ci", "within_noise"}.
+
+    native is compared with native (each run's own exponents), every other scoring with itself. ``within_noise`` says
+    that the interval holds 0. Errors: UsageError where the runs were not evaluated on the same data.
+    """
+    _same_data(a, b)
+    report: Json = {}
+    for pool, section in b.pools.items():
+        if pool not in a.pools:
+            continue
+        report[pool] = {}
+        for direction, scorings in section["retrieval"].items():
+            names = [s for s in scorings if s in a.pools[pool]["retrieval"][direction]]
+            columns = [
+                b.query_values(pool, direction, s, m).astype(np.float64) - a.query_values(pool, direction, s, m)
+                for s in names
+                for m in metrics.RATES
+            ]
+            clusters = b.array(f"{pool}/{direction}/clusters")
+            found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
+            report[pool][direction] = {s: {m: _delta(next(found)) for m in metrics.RATES} for s in names}
+    return report
+
+
+def trained_directions(run: Results) -> tuple[Direction, ...]:
+    """The directions whose loss the run minimized, from its "trained_with".
+
+    Errors: UsageError where it names no known loss.
+    """
+    facts = run.json.get("trained_with") or {}
+    loss = facts.get("loss")
+    known = {"sym": CLIP_DIRECTIONS, "asym-i2t": (Direction.I2T,), "asym-t2i": (Direction.T2I,)}
+    if loss not in known:
+        raise UsageError(f"the run names the loss {one_line(loss)}; a direction needs one of: {', '.join(known)}")
+    weight = facts.get("i2t_weight")
+    if loss == "sym" and weight in (0, 1):
+        return (Direction.I2T,) if weight == 1 else (Direction.T2I,)
+    return known[loss]
+
+
+def verdict(
+    run: Results,
+    control: Results,
+    baseline: Results | None = None,
+    pool: str = MAIN_POOL,
+    direction: Direction | None = None,
+    *,
+    resamples: int = metrics.RESAMPLES,
+    seed: int = SEED,
+) -> Json:
+    """Was the candidates' length learned, and is it useful? {"pool", "direction", "learned": {...}, "useful": {...}}.
+
+    control: the same loss and seed with the candidate side normalized in training (gamma_d = 1), whose lengths no loss
+    ever saw. baseline: the sym/cosine run. direction: the trained one; a run that trained both needs it named.
+
+    LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
+    USEFUL: (1) success@1 native - cosine of the run exceeds the control's dot - cosine: the paired interval lies
+    above 0; and (2) native is not below the baseline's cosine: the paired interval does not reach below 0. (1) alone
+    proves little: dot costs a norm-blind control something, so a run whose length says nothing passes it. And were
+    (2) a difference of at least 0, noise would pass it every other time.
+    A run that divides its candidates' length out (gamma_d = 1) is neither: no loss saw it and no score uses it.
+    The intervals are over queries; another training seed is another source of noise that they do not know.
+
+    "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
+    Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1.
+    """
+    if direction is None:
+        trained = trained_directions(run)
+        if len(trained) > 1:
+            raise UsageError("the run trained both directions; name one of: i2t, t2i")
+        direction = trained[0]
+    direction = Direction(direction)
+    for other in (control, baseline):
+        if other is not None:
+            _same_data(run, other)
+    _check_control(run, control)
+    where = (pool, direction.value)
+    options = {"resamples": resamples, "seed": seed}
+    report: Json = {"pool": pool, "direction": direction.value}
+    if run.json["evaluation"]["native"]["gamma_d"] == 1:
+        blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
+        return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
+    report["learned"] = _learned(run, control, where, direction, options)
+    report["useful"] = _useful(run, control, baseline, where, options)
+    return report
+
+
+def _learned(run: Results, control: Results, where: tuple[str, str], direction: Direction, options: Json) -> Json:
+    prefix = "/".join(where)
+    clusters = run.array(f"{prefix}/clusters")
+    values, samples = [], []
+    for results in (run, control):
+        moments = results.array(f"{prefix}/topk_moments")
+        level = float(results.array(f"{prefix}/length_level")[0])
+        values.append(float(diagnostics.d_from_moments(moments.sum(axis=0), level)))
+        samples.append(diagnostics.d_from_moments(metrics.cluster_sums(moments, clusters, **options), level))
+    side = direction.document_side
+    for name, value in zip(("run", "control"), values, strict=True):
+        if not np.isfinite(value):
+            reason = f"d(topk) of the {name}'s {side} lengths does not exist: a group is empty or lengths do not vary"
+            return _undecided(reason)
+    difference = samples[0] - samples[1]
+    difference = difference[np.isfinite(difference)]
+    if len(difference) < diagnostics.MIN_DEFINED * options["resamples"]:
+        return _undecided(f"too few queries: d(topk) of the {side} lengths exists in too few resamples")
+    lo, hi = metrics.interval(difference)
+    learned = lo > 0
+    delta = values[0] - values[1]
+    return {
+        "verdict": learned,
+        "d_run": values[0],
+        "d_control": values[1],
+        **_delta((delta, lo, hi)),
+        "sentence": (
+            f"{side} length {'was learned' if learned else 'is not shown to be learned'}: d(topk) {values[0]:.2f} "
+            f"against the control's {values[1]:.2f}, difference {_signed(delta, lo, hi, 2)}."
+        ),
+    }
+
+
+def _useful(run: Results, control: Results, baseline: Results | None, where: tuple[str, str], options: Json) -> Json:
+    metric = "success@1"
+
+    def hits(results: Results, scoring: str) -> Array:
+        return results.query_values(*where, scoring, metric).astype(np.float64)
+
+    clusters = run.array("/".join((*where, "clusters")))
+    own = hits(run, NATIVE) - hits(run, "cosine")
+    luck = hits(control, "dot") - hits(control, "cosine")
+    gain = metrics.paired_difference(luck, own, clusters, **options)
+    report: Json = {
+        "metric": metric,
+        "native_minus_cosine_run": float(own.mean()),
+        "dot_minus_cosine_control": float(luck.mean()),
+        "gain": _delta(gain),
+        "native_minus_baseline_cosine": None,
+    }
+    above = gain[1] > 0
+    words = (
+        f"length gives {own.mean():+.3f} {metric} against {luck.mean():+.3f} in the control, difference "
+        f"{_signed(*gain, 3)}"
+    )
+    if baseline is None:
+        if above:
+            return {**report, **_undecided(f"{words}; without the sym/cosine run the second condition is open")}
+        return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
+    beside = metrics.paired_difference(hits(baseline, "cosine"), hits(run, NATIVE), clusters, **options)
+    useful = above and beside[1] >= 0
+    report["native_minus_baseline_cosine"] = _delta(beside)
+    words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
+    head = "Length is useful" if useful else "Length is not shown to be useful"
+    return {**report, "verdict": useful, "sentence": f"{head}: {words}."}
+
+
+def _undecided(reason: str) -> Json:
+    return {"verdict": None, "reason": reason, "sentence": f"No verdict: {reason}."}
+
+
+def _signed(delta: float, lo: float, hi: float, digits: int) -> str:
+    return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
+
+
+def _delta(found: tuple[float, float, float]) -> Json:
+    delta, lo, hi = found
+    return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
+
+
+def _same_data(a: Results, b: Results) -> None:
+    """Errors: UsageError naming both sides where two runs did not answer the same queries over the same candidates."""
+    for key in ("fingerprint", "n_queries", "n_images", "n_texts"):
+        left, right = a.json["data"].get(key), b.json["data"].get(key)
+        if left != right:
+            names = [one_line(r.json.get("model"), 60) for r in (a, b)]
+            raise UsageError(
+                f"runs over different data cannot be compared: {key} is {one_line(left, 60)} for {names[0]} and "
+                f"{one_line(right, 60)} for {names[1]}; evaluate both on the same data"
+            )
+
+
+def _check_control(run: Results, control: Results) -> None:
+    loss, control_loss = ((r.json.get("trained_with") or {}).get("loss") for r in (run, control))
+    if loss != control_loss:
+        raise UsageError(
+            f"the control was trained with the loss {one_line(control_loss)}, the run with {one_line(loss)}: "
+            "a control has the run's loss"
+        )
+    gamma_d = control.json["evaluation"]["native"]["gamma_d"]
+    if gamma_d != 1:
+        raise UsageError(
+            f"the control keeps its candidates' length (gamma_d {gamma_d}); a control is trained with gamma_d 1: "
+            "cosine or dnorm"
+        )

@@ -1,0 +1,53 @@
+"""Which data sets a command means: training data, evaluation data and its distractors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmclip.config import TrainSettings
+from mmclip.config_evaluate import EvaluateSettings
+from mmclip.data import ImageTextData, builtin_folder, find_split, open_data
+from mmclip.errors import UsageError, one_line
+
+DISTRACTORS = "distractors"  # a split whose pictures and captions match nothing
+
+
+def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData | None, ImageTextData | None]:
+    """(training data, evaluation data or None, distractors of the evaluation data or None).
+
+    Without --val-data the evaluation data are another split (test, else val) of the training data's folder, where it
+    has one. Errors: UsageError.
+    """
+    data = _open(settings, settings.train_data, settings.train_split, "train")
+    if settings.train_num_samples is not None:
+        if settings.train_num_samples > len(data):
+            raise UsageError(f"--train-num-samples {settings.train_num_samples}: {one_line(data.path)} holds only "
+                             f"{len(data)} images")
+        data = data.subset(range(settings.train_num_samples))
+    if settings.val_data == "none":
+        return data, None, None
+    if settings.val_data is not None:
+        return data, _open(settings, settings.val_data, settings.val_split, "eval"), \
+            _distractors(settings, settings.val_data)
+    root = builtin_folder(settings.train_data) or Path(settings.train_data)
+    found = find_split(root, settings.val_split, "eval") if root.is_dir() else None
+    if found is None or found.name == data.split:
+        return data, None, None
+    return data, _open(settings, settings.train_data, found.name, "eval"), _distractors(settings, settings.train_data)
+
+
+def open_evaluation(settings: EvaluateSettings) -> tuple[ImageTextData, ImageTextData | None]:
+    """(evaluation data, its distractors or None). Errors: UsageError."""
+    return _open(settings, settings.data, settings.split, "eval"), _distractors(settings, settings.data)
+
+
+def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | None, purpose: str) -> ImageTextData:
+    return open_data(source, split, purpose, settings.dataset_type, settings.csv_img_key, settings.csv_caption_key,
+                     settings.csv_separator)
+
+
+def _distractors(settings: TrainSettings | EvaluateSettings, source: str) -> ImageTextData | None:
+    root = builtin_folder(source) or Path(source)
+    if not (root / DISTRACTORS).is_dir():
+        return None
+    return _open(settings, source, DISTRACTORS, "eval")

@@ -1,0 +1,103 @@
+"""Encode once: pictures and captions -> raw vectors (or a trunk's outputs), in row order. No scoring here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmclip.build import Model
+from mmclip.data import ImageTextData
+from mmclip.errors import UsageError, one_line
+from mmclip.loader import iterate_images, iterate_texts
+from mmclip.runlog import progress_bar
+
+Encode = Callable[[Tensor], Tensor]  # a batch on the device -> [B, W]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How to run an encoder: device, autocast, batch size, reading processes, and whether to show a bar."""
+
+    device: torch.device
+    precision: str = "fp32"
+    batch_size: int = 64
+    workers: int = 0
+    progress: bool = True
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision != "fp32")
+
+    @torch.no_grad()
+    def images(
+        self, encode: Encode, data: ImageTextData, transform: Callable[[object], Tensor], rows: range | None = None,
+        label: str = "images",
+    ) -> tuple[Tensor, dict[int, str]]:
+        """([N, W] float32 on the CPU, {row: why}) for all images of ``data`` or those of ``rows``.
+
+        An image that cannot be read leaves a row of NaN and its reason.
+        """
+        rows = range(len(data)) if rows is None else rows
+        out: Tensor | None = None
+        bad: dict[int, str] = {}
+        with progress_bar() as bar:
+            bar.disable = bar.disable or not self.progress
+            task = bar.add_task(label, total=len(rows), note="")
+            for batch_rows, images, failed in iterate_images(data, transform, self.batch_size, self.workers, rows):
+                for row, sample in failed:
+                    bad[row] = f"{one_line(sample.key, 80)} in {one_line(sample.where, 120)}: {one_line(sample.reason)}"
+                if len(batch_rows):
+                    with self.autocast():
+                        features = encode(images.to(self.device, non_blocking=True)).float().cpu()
+                    if out is None:
+                        out = torch.full((len(rows), features.shape[1]), torch.nan)
+                    out[batch_rows - rows.start] = features
+                bar.advance(task, len(batch_rows) + len(failed))
+        if out is None:
+            raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: "
+                             f"{next(iter(bad.values()), 'the split is empty')}")
+        return out, bad
+
+    @torch.no_grad()
+    def texts(self, encode: Encode, captions: Sequence[str], tokenize: Callable[[list[str]], Tensor],
+              label: str = "captions") -> Tensor:
+        """[M, W] float32 on the CPU, a row a caption."""
+        parts: list[Tensor] = []
+        with progress_bar() as bar:
+            bar.disable = bar.disable or not self.progress
+            task = bar.add_task(label, total=len(captions), note="")
+            for tokens in iterate_texts(captions, tokenize, self.batch_size):
+                with self.autocast():
+                    parts.append(encode(tokens.to(self.device, non_blocking=True)).float().cpu())
+                bar.advance(task, len(tokens))
+        if not parts:
+            raise UsageError("there are no captions to encode")
+        return torch.cat(parts)
+
+
+def encode_image(model: Model) -> Encode:
+    """Raw image features of a model, pictures in."""
+    return lambda images: model.towers(image=images)[0]
+
+
+def encode_text(model: Model) -> Encode:
+    """Raw text features of a model, token ids in."""
+    return lambda tokens: model.towers(text=tokens)[1]
+
+
+@dataclass
+class Embeddings:
+    """Raw vectors of a data set: image [N, D], text [M, D], and for every text the row of its image.
+
+    skipped: why each image that could not be read is missing, by its key; its captions are missing with it.
+    """
+
+    image: Tensor
+    text: Tensor
+    owner: list[int]
+    image_keys: list[str]
+    captions: list[str]
+    skipped: dict[str, str] = field(default_factory=dict)

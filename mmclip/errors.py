@@ -1,0 +1,20 @@
+"""The one exception that means "what was asked for cannot be done": bad flags, bad data, bad files."""
+
+
+class UsageError(ValueError):
+    """One line for a person: names what was received and what is valid.
+
+    Scripts print it after ``error:`` and leave with exit code 2; library users catch it as a ValueError.
+    """
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """``text`` on one line with control and direction-changing characters escaped, cut at ``limit`` characters.
+
+    Used wherever a message shows something that came from data (a caption, a key, a path).
+
+    >>> one_line("two\\nlines")
+    'two\\\\nlines'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"

@@ -1,0 +1,100 @@
+"""An evaluation set with a model -> :class:`EvalData`: embeddings, relevance, levels and distractors put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mmclip import metrics
+from mmclip.build import Model
+from mmclip.data import ImageTextData
+from mmclip.embeddings import Embeddings, Runner
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation import EvalData
+from mmclip.retrieval import rank
+from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
+from mmclip.sources import Source
+
+
+@dataclasses.dataclass
+class EvalSource:
+    """What a model is evaluated on: ``main`` holds queries and candidates, ``distractors`` candidates only."""
+
+    main: Source
+    distractors: Source | None
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls, data: ImageTextData, distractors: ImageTextData | None, model: Model, runner: Runner,
+        cache_dir: Path | None,
+    ) -> EvalSource:
+        main = Source.open(data, model, runner, cache_dir, "evaluation")
+        extra = Source.open(distractors, model, runner, cache_dir, "distractors") if distractors else None
+        return cls(main, extra)
+
+    def eval_data(self, model: Model, runner: Runner, with_distractors: bool = True) -> EvalData:
+        """Encode everything once and put the relevance beside it."""
+        found = self.main.embed(model, runner, "evaluation")
+        self.skipped = dict(found.skipped)
+        extra = self.distractors.embed(model, runner, "distractors") if self.distractors and with_distractors else None
+        return EvalData(
+            image=found.image,
+            text=found.text,
+            pairs=_pairs(self.main.data, found),
+            image_keys=found.image_keys,
+            captions=found.captions,
+            levels=_levels(self.main.data, found),
+            n_objects=_object_counts(self.main.data, found),
+            owner=found.owner,
+            distractor_image=extra.image if extra else None,
+            distractor_text=extra.text if extra else None,
+        )
+
+    def quick_numbers(self, model: Model, native: Exponents, runner: Runner) -> dict[str, float]:
+        """success@1 of both directions, natively and by cosine, on the main pool: what is watched while training."""
+        data = self.eval_data(model, dataclasses.replace(runner, progress=False), with_distractors=False)
+        scorings = {"native": Exponents(*(float(g) for g in native)), "cosine": Normalization.COSINE.exponents}
+        sides, pairs = {"image": data.image, "text": data.text}, {"image": data.pairs, "text": data.pairs.flip(1)}
+        numbers = {}
+        for direction in CLIP_DIRECTIONS:
+            query, document = direction.roles(sides)
+            for name, ranking in rank(query, document, pairs[direction.query_side], scorings).items():
+                success = metrics.per_query(ranking.ranks, ranking.offsets)["success@1"].mean()
+                numbers[f"val_{direction.value}_success@1_{name}"] = float(success)
+        return numbers
+
+
+def _pairs(data: ImageTextData, found: Embeddings) -> torch.Tensor:
+    """Relevant pairs [P, 2] (image row, text row): the truth's where the data state one, else a caption's own image."""
+    if data.truth is None:
+        return torch.tensor([[image, text] for text, image in enumerate(found.owner)])
+    row_of = {key: row for row, key in enumerate(found.image_keys)}
+    known = {key: row for row, key in enumerate(data.keys)}
+    pairs: list[list[int]] = []
+    text = 0
+    for image, key in enumerate(found.image_keys):
+        for caption in data.truth[known[key]].captions:
+            relevant = [key] if caption.relevant is None else caption.relevant
+            pairs += [[row_of[k], text] for k in relevant if k in row_of]
+            if caption.relevant is None and found.owner[text] != image:
+                raise UsageError(f"{one_line(data.path)}: captions and truth are not aligned at {one_line(key)}")
+            text += 1
+    return torch.from_numpy(np.array(pairs, dtype=np.int64).reshape(-1, 2))
+
+
+def _levels(data: ImageTextData, found: Embeddings) -> list[str] | None:
+    if data.truth is None:
+        return None
+    known = {key: row for row, key in enumerate(data.keys)}
+    return [c.level for key in found.image_keys for c in data.truth[known[key]].captions]
+
+
+def _object_counts(data: ImageTextData, found: Embeddings) -> list[int] | None:
+    if data.truth is None or any(t.n_objects is None for t in data.truth):
+        return None
+    known = {key: row for row, key in enumerate(data.keys)}
+    return [int(data.truth[known[key]].n_objects or 0) for key in found.image_keys]

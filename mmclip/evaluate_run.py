@@ -1,0 +1,99 @@
+"""evaluate.py: a model and a data set -> results; finished runs -> a comparison and a verdict."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmclip import distributed, facts
+from mmclip.build import Model, build_model
+from mmclip.comparison import verdict
+from mmclip.config_evaluate import EvaluateSettings
+from mmclip.datasets import open_evaluation
+from mmclip.embeddings import Runner
+from mmclip.errors import UsageError, one_line
+from mmclip.eval_source import EvalSource
+from mmclip.evaluation import Results, load_results, save_results
+from mmclip.finish import evaluate_source, load_runs
+from mmclip.tables import print_comparison, print_run
+
+
+def evaluate_model(settings: EvaluateSettings) -> None:
+    """Everything that evaluate.py does. Errors: UsageError, one line."""
+    runs: dict[str, Results] = {}
+    others = load_runs(settings.compare or [])
+    control = load_results(settings.control) if settings.control else None
+    baseline = load_results(settings.baseline) if settings.baseline else None
+    if settings.model is not None:
+        name, results = _evaluate(settings)
+        runs[name] = results
+    runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
+    verdicts = [v for r in runs.values() for v in _verdicts(r, control, baseline)] if control is not None else []
+    if len(runs) > 1 or verdicts:
+        print_comparison(runs, verdicts)
+    if settings.plot is not None:
+        from mmclip.plots import plot_tradeoff
+
+        plot_tradeoff(runs, Path(settings.plot))
+        print(f"picture: {settings.plot}")
+
+
+def _verdicts(run: Results, control: Results, baseline: Results | None) -> list[dict[str, Any]]:
+    """The verdicts on a run whose candidates keep some length and whose loss is the control's, in every pool where
+    magnitude can matter; [] for any other run."""
+    mine, controls = run.json["trained_with"], control.json["trained_with"]
+    if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0):
+        return []
+    return [verdict(run, control, baseline, pool) for pool in run.pools]
+
+
+def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
+    assert settings.model is not None
+    folder = run_folder(settings.model)
+    output = Path(settings.output) if settings.output else folder
+    device = distributed.start(settings.device)
+    data, distractors = open_evaluation(settings)
+    print(f"evaluating on {len(data):,} images of {one_line(data.path)} [{data.split}]"
+          + (f" and {len(distractors):,} distractors" if distractors else ""), file=sys.stderr)
+    model = load_model(settings.model, settings.pretrained)
+    model.towers.to(device)
+    runner = Runner(device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size,
+                    settings.workers)
+    source = EvalSource.open(data, distractors, model, runner, None)
+    about: dict[str, Any] = {"trained_with": model.facts, "versions": facts.versions()}
+    native = facts.native_exponents(model.facts)
+    name = folder.name if folder else settings.model
+    results = evaluate_source(source, model, runner, native, settings.model, about, settings.seed)
+    print_run(results, name)
+    if output is not None:
+        print(f"results: {save_results(results, output)}")
+    else:
+        print("results were printed only: --output DIR keeps them", file=sys.stderr)
+    return name, results
+
+
+def run_folder(model: str) -> Path | None:
+    """The run that a --model names, by its own folder or by its model/ folder; None for any other model."""
+    path = Path(model.removeprefix("local-dir:"))
+    if (path / "model" / "open_clip_config.json").is_file():
+        return path
+    if path.name == "model" and (path / "mmclip.json").is_file() and (path.parent / "config.yaml").is_file():
+        return path.parent
+    return None
+
+
+def load_model(model: str, pretrained: str | None = None) -> Model:
+    """A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name or a model config JSON.
+
+    The towers are on the CPU, in float32 and evaluation mode. Errors: UsageError.
+    """
+    path = Path(model)
+    if path.is_dir():
+        inner = path / "model" if (path / "model").is_dir() else path
+        if not (inner / "open_clip_config.json").is_file():
+            raise UsageError(f"--model {one_line(model)}: a folder without open_clip_config.json and without model/")
+        model = f"local-dir:{inner}"
+    built = build_model(model, pretrained)
+    built.towers.eval()
+    return built

@@ -1,0 +1,77 @@
+"""The end of a run: export, evaluation in both directions, results.json and the table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mmclip import checkpoints, facts
+from mmclip.build import Model
+from mmclip.embeddings import Runner
+from mmclip.errors import one_line
+from mmclip.eval_source import EvalSource
+from mmclip.evaluation import Results, evaluate, load_results, save_results
+from mmclip.similarity import Exponents
+from mmclip.tables import print_comparison, print_run
+from mmclip.training import Trainer
+
+
+def finish(trainer: Trainer) -> Results | None:
+    """Write ``model/``, evaluate, write results.json and per_query.npz, print the table (rank 0 only)."""
+    settings, loss = trainer.settings, trainer.loss
+    trained = facts.trained_with(loss, settings.loss)
+    about = {
+        **trained,
+        "model": settings.model,
+        "data": {"path": trainer.source.data.path, "split": trainer.source.data.split, "key": trainer.data_key},
+        "steps": trainer.step,
+        "seed": settings.seed,
+        "versions": facts.versions(),
+    }
+    log_alpha = float(loss.similarity.logit_scale(facts.main_direction(loss)).detach())
+    checkpoints.export_model(trainer.folder / "model", trainer.model, log_alpha, about)
+    _report_skipped(trainer.bad | trainer.source.skipped, "training")
+    print(f"model: {trainer.folder / 'model'}", file=sys.stderr)
+    if trainer.val_source is None:
+        print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
+        return None
+    results = evaluate_source(
+        trainer.val_source, trainer.model, trainer.runner, facts.native_exponents(trained), settings.model,
+        {"trained_with": trained, "seed": settings.seed, "versions": facts.versions()}, settings.seed,
+    )
+    save_results(results, trainer.folder)
+    name = trainer.folder.name
+    print_run(results, name)
+    if settings.compare:
+        print_comparison({name: results, **load_runs(settings.compare)})
+    print(f"results: {trainer.folder / 'results.json'}")
+    return results
+
+
+def evaluate_source(
+    source: EvalSource, model: Model, runner: Runner, native: Exponents, model_name: str, about: dict[str, Any], seed: int
+) -> Results:
+    """Encode an evaluation set once and evaluate it."""
+    data = source.eval_data(model, runner)
+    _report_skipped(source.skipped, "evaluation")
+    known = {
+        "model": model_name,
+        "data": {"path": source.main.data.path, "split": source.main.data.split},
+        "skipped": source.skipped,
+        **about,
+    }
+    return evaluate(data, native, known, seed=seed)
+
+
+def load_runs(paths: list[str]) -> dict[str, Results]:
+    """Finished runs by a short name: the folder's, or the whole path where two folders are called alike."""
+    names = [Path(p).name for p in paths]
+    return {n if names.count(n) == 1 else p: load_results(p) for n, p in zip(names, paths, strict=True)}
+
+
+def _report_skipped(skipped: dict[str, str], what: str) -> None:
+    if skipped:
+        first = "; ".join(f"{one_line(k, 60)} ({one_line(why, 160)})" for k, why in list(skipped.items())[:5])
+        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        print(f"skipped {len(skipped)} samples of the {what} data: {first}{more}", file=sys.stderr)

@@ -1,0 +1,201 @@
+"""Batches: for training (every image once an epoch, one caption of each), and in row order for encoding.
+
+All that is random is a function of (seed, epoch, row): neither the number of workers nor the rank that reads a sample
+changes it, and a run can start in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from mmclip.data import BadSample, ImageTextData
+from mmclip.errors import UsageError, one_line
+
+Transform = Callable[[Any], Tensor]
+Tokenize = Callable[[list[str]], Tensor]
+
+
+@dataclass
+class Batch:
+    """B pairs of an image and one of its captions.
+
+    images [B, 3, H, W] and tokens [B, L], or None where the loader does not read them; image_id [B]: row of the image;
+    caption_row [B]: row of the caption in the flattened list of captions; text_id [B]: equal for equal captions;
+    keys: B strings; bad: samples that could not be read and are missing here.
+    """
+
+    images: Tensor | None
+    tokens: Tensor | None
+    image_id: Tensor
+    caption_row: Tensor
+    text_id: Tensor
+    keys: list[str]
+    bad: list[BadSample] = field(default_factory=list)
+
+
+def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_last: bool) -> int:
+    """Steps of an epoch. Errors: UsageError where a batch is larger than the data."""
+    joint = batch_size * world_size
+    full, rest = divmod(len(data), joint)
+    # A partial global batch with fewer samples than ranks would leave a rank without any.
+    steps = full + (not drop_last and rest >= world_size)
+    if steps == 0:
+        raise UsageError(
+            f"--batch-size {batch_size} x {world_size} processes is more than the {len(data)} images of "
+            f"{one_line(data.path)}: choose a smaller one, or keep the partial batch with --keep-last"
+        )
+    return steps
+
+
+class TrainBatches:
+    """The training order of a data set.
+
+    batch_size is a process's; the global batch is batch_size * world_size. ``drop_last`` False keeps the last, partial
+    global batch, shared out as evenly as it goes. ``images`` or ``text`` False: that side is not read (its features
+    are cached elsewhere). Errors: UsageError for a batch larger than the data.
+    """
+
+    def __init__(
+        self,
+        data: ImageTextData,
+        transform: Transform | None,
+        tokenize: Tokenize | None,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        workers: int = 0,
+        drop_last: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        images: bool = True,
+        text: bool = True,
+    ) -> None:
+        self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
+        self.batch_size, self.seed, self.workers, self.drop_last = batch_size, seed, workers, drop_last
+        self.rank, self.world_size = rank, world_size
+        counts = np.array([len(c) for c in data.captions])
+        self.first_caption = np.concatenate([[0], np.cumsum(counts)])
+        self.text_ids = text_ids(data.captions)
+        self.steps_per_epoch = steps_per_epoch(data, batch_size, world_size, drop_last)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The permutation of all rows in an epoch, the same on every rank."""
+        return np.random.default_rng([self.seed, 1, epoch]).permutation(len(self.data))
+
+    def rows(self, epoch: int, step: int) -> np.ndarray:
+        """The rows of this rank in a step of an epoch."""
+        joint = self.batch_size * self.world_size
+        batch = self.order(epoch)[step * joint : (step + 1) * joint]
+        return np.array_split(batch, self.world_size)[self.rank]
+
+    def caption_of(self, epoch: int, row: int) -> int:
+        """Which caption of an image is drawn in an epoch."""
+        return int(np.random.default_rng([self.seed, 2, epoch, row]).integers(len(self.data.captions[row])))
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from ``start_step`` on; what comes before is not read."""
+        order = self.order(epoch)
+        joint = self.batch_size * self.world_size
+        steps = [
+            np.array_split(order[s * joint : (s + 1) * joint], self.world_size)[self.rank].tolist()
+            for s in range(start_step, self.steps_per_epoch)
+        ]
+        dataset = _TrainDataset(self, epoch, steps)
+        loader = DataLoader(
+            dataset, batch_size=None, shuffle=False, num_workers=self.workers if self.transform else 0,
+            prefetch_factor=4 if self.workers and self.transform else None, generator=torch.Generator(),
+        )
+        yield from loader
+
+
+class _TrainDataset(Dataset[Batch]):
+    """Item k is the k-th batch of the epoch: workers build whole batches."""
+
+    def __init__(self, order: TrainBatches, epoch: int, steps: list[list[int]]) -> None:
+        self.order, self.epoch, self.steps = order, epoch, steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, step: int) -> Batch:
+        o = self.order
+        rows, images, bad = self.steps[step], None, []
+        if o.transform is not None:
+            seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
+            rows, images, bad = read_images(o.data, rows, o.transform, seeds)
+        flat = [int(o.first_caption[r]) + o.caption_of(self.epoch, r) for r in rows]
+        captions = [o.data.captions[r][f - int(o.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
+        tokens = o.tokenize(captions) if o.tokenize is not None and captions else None
+        return Batch(images, tokens, torch.tensor(rows, dtype=torch.long), torch.tensor(flat, dtype=torch.long),
+                     o.text_ids[flat], [o.data.keys[r] for r in rows], bad)
+
+
+def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
+    """A number for each caption of the flattened list, equal for equal strings: [M]."""
+    known: dict[str, int] = {}
+    return torch.tensor([known.setdefault(c, len(known)) for image in captions for c in image], dtype=torch.long)
+
+
+def read_images(
+    data: ImageTextData, rows: Sequence[int], transform: Transform, seeds: Sequence[np.random.SeedSequence] | None = None
+) -> tuple[list[int], Tensor | None, list[BadSample]]:
+    """(rows that could be read, their pictures [B, 3, H, W] or None for no row, the bad ones).
+
+    With ``seeds`` each transform runs under its own random state, and the caller's states are left as they were.
+    """
+    good: list[int] = []
+    images: list[Tensor] = []
+    bad: list[BadSample] = []
+    states = random.getstate(), torch.get_rng_state()
+    for i, row in enumerate(rows):
+        try:
+            picture = data.read_image(row)
+        except BadSample as error:
+            bad.append(error)
+            continue
+        if seeds is not None:
+            a, b = (int(x) for x in seeds[i].generate_state(2))
+            random.seed(a)
+            torch.default_generator.manual_seed(b)  # the CPU's only: seeding CUDA here would disturb dropout
+        images.append(transform(picture))
+        good.append(row)
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    return good, torch.stack(images) if images else None, bad
+
+
+class _RowDataset(Dataset[tuple[Tensor, Tensor | None, list[BadSample]]]):
+    def __init__(self, data: ImageTextData, batches: list[list[int]], transform: Transform) -> None:
+        self.data, self.batches, self.transform = data, batches, transform
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]:
+        rows, images, bad = read_images(self.data, self.batches[i], self.transform)
+        lost = [r for r in self.batches[i] if r not in set(rows)]
+        return torch.tensor(rows, dtype=torch.long), images, list(zip(lost, bad, strict=True))
+
+
+def iterate_images(
+    data: ImageTextData, transform: Transform, batch_size: int, workers: int = 0, rows: range | None = None
+) -> Iterator[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]:
+    """Images in row order, each once: (rows [B], pictures [B, 3, H, W] or None where B = 0, [(row, BadSample)])."""
+    rows = range(len(data)) if rows is None else rows
+    batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
+    yield from DataLoader(_RowDataset(data, batches, transform), batch_size=None, num_workers=workers,
+                          generator=torch.Generator())
+
+
+def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) -> Iterator[Tensor]:
+    """Token ids of captions in order, [B, L] a batch."""
+    for start in range(0, len(captions), batch_size):
+        yield tokenize(list(captions[start : start + batch_size]))

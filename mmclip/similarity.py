@@ -1,0 +1,235 @@
+"""Roles, normalizations and the one similarity: everything else in mmclip is written in these terms.
+
+A **direction** says who asks. In ``i2t`` an image is the query and texts are the documents; in ``t2i`` a text is the
+query and images are the documents; text retrieval has the one direction ``q2d``. A **normalization** acts on roles,
+never on modalities, by two exponents (Feng & Watanabe 2026, arXiv 2602.09229, eq. 3-7):
+
+    s(q, d) = alpha * (q . d) / (|q|**gamma_q * |d|**gamma_d)
+
+    name     gamma_q  gamma_d   a query ranks its documents by
+    cosine   1        1         cos
+    dot      0        0         |d| cos
+    qnorm    1        0         |d| cos
+    dnorm    0        1         cos
+    learned  trained  trained   |d|**(1 - gamma_d) cos
+
+For one query gamma_q only rescales all of its scores: cosine and dnorm rank alike, and so do dot and qnorm
+(Prop. 4.1). The two directions of one normalization are two different matrices: never transpose one to get the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+TINY = 1e-12  # the smallest norm divided by; a zero vector scores 0 everywhere instead of NaN
+
+
+class Direction(str, Enum):
+    """Who asks: the side that holds the queries and the side that holds the documents."""
+
+    I2T = "i2t"
+    T2I = "t2i"
+    Q2D = "q2d"
+
+    @property
+    def query_side(self) -> str:
+        return {"i2t": "image", "t2i": "text", "q2d": "query"}[self.value]
+
+    @property
+    def document_side(self) -> str:
+        return {"i2t": "text", "t2i": "image", "q2d": "document"}[self.value]
+
+    @property
+    def opposite(self) -> Direction:
+        """The direction with the roles exchanged. Errors: ValueError for q2d, which has none."""
+        if self is Direction.Q2D:
+            raise ValueError("direction q2d has no opposite: text retrieval has one direction")
+        return Direction.T2I if self is Direction.I2T else Direction.I2T
+
+    def roles(self, sides: Mapping[str, T]) -> tuple[T, T]:
+        """(query, document) out of what each side holds.
+
+        >>> Direction.T2I.roles({"image": "photos", "text": "captions"})
+        ('captions', 'photos')
+        """
+        return sides[self.query_side], sides[self.document_side]
+
+
+CLIP_DIRECTIONS = (Direction.I2T, Direction.T2I)
+
+
+class Exponents(NamedTuple):
+    """How much of each role's length is divided out: 1 all of it, 0 none. Floats, or 0-d tensors while learned."""
+
+    gamma_q: float | Tensor
+    gamma_d: float | Tensor
+
+
+class Normalization(str, Enum):
+    """The five normalizations; ``exponents`` holds the fixed ones."""
+
+    COSINE = "cosine"
+    DOT = "dot"
+    QNORM = "qnorm"
+    DNORM = "dnorm"
+    LEARNED = "learned"
+
+    @property
+    def exponents(self) -> Exponents:
+        """The fixed exponents. Errors: ValueError for ``learned``, whose exponents belong to a trained model."""
+        fixed = {"cosine": (1.0, 1.0), "dot": (0.0, 0.0), "qnorm": (1.0, 0.0), "dnorm": (0.0, 1.0)}
+        if self.value not in fixed:
+            raise ValueError(f"normalization {self.value!r} has no fixed exponents; valid here: {', '.join(fixed)}")
+        return Exponents(*fixed[self.value])
+
+
+FIXED_NORMALIZATIONS = tuple(n for n in Normalization if n is not Normalization.LEARNED)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """float16 and bfloat16 become float32; float32 and float64 stay: raw dots overflow half precision."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """Euclidean length of each row: [..., D] -> [...], in float32 or wider.
+
+    >>> magnitude(torch.tensor([[3.0, 4.0]]))
+    tensor([5.])
+    """
+    return torch.linalg.vector_norm(at_least_float32(x), dim=-1)
+
+
+def normalize(x: Tensor, gamma: float | Tensor) -> Tensor:
+    """x / |x|**gamma, a row at a time: [N, D] -> [N, D], in float32 or wider. ``gamma`` 0 returns x, 1 unit rows."""
+    x = at_least_float32(x)
+    if not isinstance(gamma, Tensor) and gamma == 0.0:
+        return x
+    length = magnitude(x).clamp_min(TINY).unsqueeze(-1)
+    if not isinstance(gamma, Tensor) and gamma == 1.0:
+        return x / length
+    return x / length.pow(gamma)
+
+
+def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | Tensor = 1.0) -> Tensor:
+    """The similarity s(q, d) of every query with every document (eq. 3-7).
+
+    query [Q, D], document [N, D] -> [Q, N]: row i holds query i's scores of all documents. Computed in float32 (in
+    float64 for float64 features) with autocast switched off: half precision overflows on raw dots.
+
+    >>> q, d = torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 0.0], [3.0, 4.0]])
+    >>> score(q, d, Normalization.QNORM.exponents)  # the query's length 2 is divided out, the documents' are kept
+    tensor([[3., 3.]])
+    >>> score(q, d, Normalization.DNORM.exponents)
+    tensor([[2.0000, 1.2000]])
+    """
+    with torch.autocast(device_type=query.device.type, enabled=False):
+        q = normalize(query, exponents.gamma_q)
+        d = normalize(document, exponents.gamma_d)
+        return scale * (q @ d.T)
+
+
+SCALE_INIT = 1 / 0.07  # CLIP's initial temperature, as an effective scale
+SCALE_MAX = 100.0  # CLIP's clamp, as an effective scale
+MEMORY = 0.9  # share of the running length factors kept at each step
+
+
+class RoleSimilarity(nn.Module):
+    """The similarity with its trained parts: gamma per role (shared by the directions), alpha per direction.
+
+    What CLIP calls logit scale is, for unit vectors, the whole scale of the scores. With raw lengths it is not, so
+    ``scale_init`` and ``scale_max`` speak of the **effective scale** (docs/math: "Scale of raw features")
+
+        alpha * E[|q|**(1 - gamma_q)] * E[|d|**(1 - gamma_d)]
+
+    which ``observe`` sets to ``scale_init`` on the first batch that it sees and which ``clamp_`` keeps at or below
+    ``scale_max``, by running length factors that are buffers, hence saved and restored with the state dict. log(alpha)
+    may be negative.
+
+    State: ``logit_scale_DIRECTION`` holds log(alpha), ``length_factors_DIRECTION`` the running [E_q, E_d] (NaN before
+    the first batch); with ``learned`` also ``gamma_hat_q`` and ``gamma_hat_d``, gamma = sigmoid(gamma_hat).
+    """
+
+    def __init__(
+        self,
+        norm: Normalization | str = Normalization.COSINE,
+        directions: Iterable[Direction] = CLIP_DIRECTIONS,
+        scale_init: float = SCALE_INIT,
+        scale_max: float = SCALE_MAX,
+        gamma_init: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.norm = Normalization(norm)
+        self.directions = tuple(directions)
+        self.scale_init, self.scale_max = float(scale_init), float(scale_max)
+        if self.norm is Normalization.LEARNED:
+            gamma_hat = math.log(gamma_init / (1 - gamma_init))
+            self.gamma_hat_q = nn.Parameter(torch.tensor(gamma_hat))
+            self.gamma_hat_d = nn.Parameter(torch.tensor(gamma_hat))
+        for direction in self.directions:
+            self.register_parameter(f"logit_scale_{direction.value}", nn.Parameter(torch.zeros(())))
+            self.register_buffer(f"length_factors_{direction.value}", torch.full((2,), math.nan))
+
+    @property
+    def exponents(self) -> Exponents:
+        """gamma per role: floats where they are fixed, 0-d tensors with a gradient where they are learned."""
+        if self.norm is Normalization.LEARNED:
+            return Exponents(self.gamma_hat_q.sigmoid(), self.gamma_hat_d.sigmoid())
+        return self.norm.exponents
+
+    def logit_scale(self, direction: Direction) -> nn.Parameter:
+        """log(alpha) of a direction, 0-d."""
+        return self.get_parameter(f"logit_scale_{direction.value}")
+
+    def scale(self, direction: Direction) -> Tensor:
+        """alpha of a direction, 0-d, with its gradient."""
+        return self.logit_scale(direction).exp()
+
+    def length_factors(self, direction: Direction) -> Tensor:
+        """The running [E[|q|**(1 - gamma_q)], E[|d|**(1 - gamma_d)]] of a direction, shape [2]."""
+        return self.get_buffer(f"length_factors_{direction.value}")
+
+    def is_calibrated(self, direction: Direction) -> bool:
+        return not bool(self.length_factors(direction).isnan().any())
+
+    @torch.no_grad()
+    def effective_scale(self, direction: Direction) -> float:
+        """alpha times the running length factors; NaN before the first batch."""
+        return float(self.scale(direction) * self.length_factors(direction).prod())
+
+    @torch.no_grad()
+    def observe(self, direction: Direction, query: Tensor, document: Tensor) -> None:
+        """Take the lengths of a (global) batch into the running factors; the first batch also sets alpha.
+
+        query [Q, D] and document [N, D] are raw and, under data parallelism, gathered: each rank must see the same
+        rows, or the ranks' alphas part.
+        """
+        if not len(query) or not len(document):
+            return
+        gamma_q, gamma_d = self.exponents
+        now = torch.stack([magnitude(query).pow(1 - gamma_q).mean(), magnitude(document).pow(1 - gamma_d).mean()])
+        factors = self.length_factors(direction)
+        if self.is_calibrated(direction):
+            factors.lerp_(now.to(factors), 1 - MEMORY)
+        else:
+            factors.copy_(now)
+            self.logit_scale(direction).copy_(math.log(self.scale_init) - factors.clamp_min(TINY).log().sum())
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        """Bring every effective scale above ``scale_max`` back to it, by its alpha. Call after an optimizer step."""
+        for direction in self.directions:
+            if self.is_calibrated(direction):
+                top = math.log(self.scale_max) - self.length_factors(direction).clamp_min(TINY).log().sum()
+                self.logit_scale(direction).clamp_(max=float(top))
+
+    def forward(self, direction: Direction, query: Tensor, document: Tensor) -> Tensor:
+        """Scaled scores of a direction: query [Q, D], document [N, D] -> [Q, N]."""
+        return score(query, document, self.exponents, self.scale(direction))

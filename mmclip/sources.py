@@ -1,0 +1,111 @@
+"""A data set as a run uses it: read live, or replaced by cached outputs of a locked trunk; for training and for
+evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmclip import distributed
+from mmclip.build import Model
+from mmclip.config import TrainSettings, parse_aug_cfg
+from mmclip.data import ImageTextData, open_data
+from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation import EvalData
+from mmclip.loader import Batch, TrainBatches
+from mmclip.trunk_cache import cached_trunk
+
+
+@dataclasses.dataclass
+class Source:
+    """Images with captions; ``cached`` holds trunk outputs by side: a row an image, a row a caption."""
+
+    data: ImageTextData
+    cached: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(cls, data: ImageTextData, model: Model, runner: Runner, cache_dir: Path | None, label: str) -> Source:
+        """``data`` as it is, or, with a ``cache_dir``, with the outputs of every locked trunk.
+
+        Images that a trunk could not be given are left out of the data. Under torchrun rank 0 fills the cache.
+        """
+        source = cls(data)
+        if cache_dir is None:
+            return source
+        for side in [s for s, locked in model.towers.locked.items() if locked]:
+            if distributed.world()[0] != 0:
+                distributed.barrier()
+            features, bad = cached_trunk(side, model, source.data, cache_dir, runner, f"{label}: {side} trunk")
+            if distributed.world()[0] == 0:
+                distributed.barrier()
+            source.cached[side] = features
+            if bad:
+                source.skipped |= {source.data.keys[row]: why for row, why in bad.items()}
+                kept = [row for row in range(len(source.data)) if row not in bad]
+                source.cached[side] = features[kept]
+                source.data = source.data.subset(kept)
+        return source
+
+    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
+        """(what the towers take for this side of a batch, whether it is a trunk's output)."""
+        if side in self.cached:
+            rows = batch.image_id if side == "image" else batch.caption_row
+            return self.cached[side][rows].to(device, non_blocking=True), True
+        live = batch.images if side == "image" else batch.tokens
+        assert live is not None, "the loader reads whatever is not cached"
+        return live.to(device, non_blocking=True), False
+
+    def batches(self, settings: TrainSettings, model: Model) -> TrainBatches:
+        rank, ranks = distributed.world()
+        return TrainBatches(
+            self.data,
+            model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg)),
+            model.tokenize,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            workers=settings.workers,
+            drop_last=not settings.keep_last,
+            rank=rank,
+            world_size=ranks,
+            images="image" not in self.cached,
+            text="text" not in self.cached,
+        )
+
+    def embed(self, model: Model, runner: Runner, label: str) -> Embeddings:
+        """Raw vectors of every image and caption; an image that cannot be read goes with its captions."""
+        model.towers.eval()
+        captions = [c for image in self.data.captions for c in image]
+        owner = [row for row, image in enumerate(self.data.captions) for _ in image]
+        bad: dict[int, str] = {}
+        if "image" in self.cached:
+            image = self._through_head("image", model, runner)
+        else:
+            image, bad = runner.images(encode_image(model), self.data, model.transform(), label=f"{label}: images")
+        if "text" in self.cached:
+            text = self._through_head("text", model, runner)
+        else:
+            text = runner.texts(encode_text(model), captions, model.tokenize, label=f"{label}: captions")
+        kept = [row for row in range(len(self.data)) if row not in bad]
+        new_row = {row: i for i, row in enumerate(kept)}
+        kept_texts = [i for i, row in enumerate(owner) if row in new_row]
+        return Embeddings(
+            image[kept],
+            text[kept_texts],
+            [new_row[owner[i]] for i in kept_texts],
+            [self.data.keys[row] for row in kept],
+            [captions[i] for i in kept_texts],
+            self.skipped | {self.data.keys[row]: why for row, why in bad.items()},
+        )
+
+    @torch.no_grad()
+    def _through_head(self, side: str, model: Model, runner: Runner) -> Tensor:
+        with runner.autocast():
+            parts = [model.towers.head(side, rows.to(runner.device)).float().cpu()
+                     for rows in self.cached[side].split(4096)]
+        return torch.cat(parts)

@@ -1,0 +1,293 @@
+"""Results as tables for a terminal or a file: the two directions side by side, lengths, and what length follows.
+
+Everything that comes from data or from a person (run names, models, levels) is put into cells as plain text, never as
+markup, on one line. Rates are fractions without the leading zero; ± is half of the 95% interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from mmclip import comparison
+from mmclip.errors import one_line
+from mmclip.evaluation import NATIVE, Results
+from mmclip.pools import MAIN_POOL
+from mmclip.similarity import CLIP_DIRECTIONS
+
+Json = dict[str, Any]
+MIN_WIDTH = 100  # no table is wider; a narrower terminal folds lines, which is better than numbers cut off
+NAME_WIDTH = 22
+COLUMNS = (
+    ("success@1", "S@1"),
+    ("success@5", "S@5"),
+    ("success@10", "S@10"),
+    ("recall@5", "R@5"),
+    ("mrr@10", "MRR"),
+    ("ndcg@10", "nDCG"),
+)
+_ATTRIBUTES = {"n_words": "words in the caption", "n_objects": "objects in the picture", "level": "caption level"}
+_NONE = "-"
+
+
+def make_console(file: IO[str] | None = None) -> Console:
+    """A console on ``file`` (stdout): colours only where it is a terminal, and never too narrow for the tables."""
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console.width = max(console.width, MIN_WIDTH)
+    return console
+
+
+def rate(value: float | None, ci: list[float] | None = None) -> str:
+    """A fraction, with half of its interval where there is one.
+
+    >>> rate(0.4521), rate(1.0), rate(0.4521, [0.42, 0.48]), rate(None)
+    ('.452', '1.000', '.452 ±.030', '-')
+    """
+    if value is None:
+        return _NONE
+    return _bare(f"{value:.3f}") + _half(ci)
+
+
+def delta(change: Json) -> str:
+    """A difference of fractions; ``~`` marks an interval that holds 0.
+
+    >>> delta({"delta": -0.0312, "ci": [-0.05, -0.01], "within_noise": False})
+    '-.031 ±.020'
+    >>> delta({"delta": 0.002, "ci": [-0.008, 0.012], "within_noise": True})
+    '~+.002 ±.010'
+    """
+    mark = "~" if change["within_noise"] else ""
+    return f"{mark}{_bare(format(change['delta'], '+.3f'))}{_half(change['ci'])}"
+
+
+def effect(found: Json | None) -> str:
+    """Cohen's d with half of its interval.
+
+    >>> effect({"value": 0.512, "ci": [0.4, 0.6]}), effect(None)
+    ('+0.51 ±0.10', '-')
+    """
+    if found is None:
+        return _NONE
+    ci = found["ci"]
+    return f"{found['value']:+.2f}" + ("" if ci is None else f" ±{(ci[1] - ci[0]) / 2:.2f}")
+
+
+def run_table(results: Results, name: str | None = None, pool: str = MAIN_POOL) -> Group:
+    """One run: a row for each scoring, the two directions side by side."""
+    section = results.pools[pool]
+    table = _table("")
+    for direction in CLIP_DIRECTIONS:
+        _gap(table)
+        for i, (_, short) in enumerate(COLUMNS):
+            _column(table, direction.value if i == 0 else "", short)
+        _column(table, "", "medR")
+    for scoring in section["retrieval"][CLIP_DIRECTIONS[0].value]:
+        cells = [scoring]
+        for direction in CLIP_DIRECTIONS:
+            numbers = section["retrieval"][direction.value][scoring]
+            rates = [rate(numbers[k], numbers["ci"][k] if k == "success@1" else None) for k, _ in COLUMNS]
+            cells += ["", *rates, f"{numbers['median_rank']:g}"]
+        _row(table, cells, style="bold" if scoring == NATIVE else "")
+    return _titled(name if name is not None else results.json.get("model"), results, pool, table)
+
+
+def runs_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
+    """Several runs: success@1 native and by cosine in both directions, and native's difference to the first run.
+
+    Errors: UsageError where the runs were not evaluated on the same data.
+    """
+    first = next(iter(runs.values()))
+    table = _table("run")
+    for direction in CLIP_DIRECTIONS:
+        _gap(table)
+        _column(table, direction.value, "native")
+        _column(table, "", "to the first")
+        _column(table, "", "cosine")
+    for i, (name, run) in enumerate(runs.items()):
+        changes = comparison.compare(first, run)[pool] if i else None
+        cells: list[Text | str] = [_name(name)]
+        for direction in CLIP_DIRECTIONS:
+            numbers = run.pools[pool]["retrieval"][direction.value]
+            native, cosine = (rate(numbers[s]["success@1"], numbers[s]["ci"]["success@1"]) for s in (NATIVE, "cosine"))
+            change = delta(changes[direction.value][NATIVE]["success@1"]) if changes else ""
+            cells += ["", Text(native, style="bold"), change, cosine]
+        _row(table, cells)
+    return _titled("success@1", first, pool, table)
+
+
+def lengths_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
+    """Several runs (or one): mean length, CV and Cohen's d of each side, as the documents of a direction."""
+    table = _table("run")
+    for direction in reversed(CLIP_DIRECTIONS):
+        _gap(table)
+        _column(table, f"|{direction.document_side}|", "mean")
+        _column(table, "", "CV")
+        _column(table, f"in {direction.value}", "d topk")
+        _column(table, "", "d corpus")
+    for name, run in runs.items():
+        cells: list[Text | str] = [_name(name)]
+        for direction in reversed(CLIP_DIRECTIONS):
+            side = run.pools[pool]["magnitude"][direction.document_side]
+            d = side["cohens_d"]
+            cells += ["", _number(side["mean"]), rate(side["cv"]), effect(d["topk"]), effect(d["corpus"])]
+        _row(table, cells)
+    return _titled("embedding length", next(iter(runs.values())), pool, table)
+
+
+def groups_table(
+    runs: Mapping[str, Results], side: str, attribute: str, pool: str = MAIN_POOL, of_queries: bool = False
+) -> Group | None:
+    """Mean length and d(topk) of a side's documents by an attribute: groups across, runs down.
+
+    The attribute is the documents' own or, ``of_queries``, that of the queries which rank them; n counts either.
+    None where the data does not have the attribute.
+    """
+    by = "by_query" if of_queries else "by_document"
+    sections = {name: run.pools[pool]["magnitude"][side] for name, run in runs.items()}
+    first = next(iter(sections.values()))
+    groups = first[by].get(attribute)
+    if not groups:
+        return None
+    table = _table("run")
+    table.add_column(Text(""), no_wrap=True)
+    for row in groups:
+        _column(table, "", row["group"])
+    ordered = not of_queries and attribute in first["spearman"]
+    if ordered:
+        _column(table, "", "Spearman")
+    _row(table, ["", " n", *(str(row["n"]) for row in groups)])
+    for name, section in sections.items():
+        rows = section[by][attribute]
+        found = section["spearman"].get(attribute)
+        follows = [f"{found['value']:+.2f}" if found else _NONE] if ordered else []
+        if not of_queries:
+            _row(table, [_name(name), " mean", *(_number(row["mean"]) for row in rows), *follows])
+        _row(table, [_name(name) if of_queries else "", " d topk", *(effect(row["topk"]) for row in rows)])
+    title = f"|{side}| by {_ATTRIBUTES.get(attribute, attribute)}" + (" that asks" if of_queries else "")
+    return _titled(title, None, pool, table)
+
+
+def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
+    """What the tables cannot say: numbers that do not exist and why, and queries whose numbers hang on ties."""
+    said: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        for side, section in run.pools[pool]["magnitude"].items():
+            for kind in ("topk", "corpus", "pairs"):
+                reason = section["cohens_d"].get(f"{kind}_reason")
+                # Why relevance is balanced or complete is the same story in every pool: told once.
+                if reason is not None and (kind == "topk" or pool == MAIN_POOL):
+                    said.setdefault(f"|{side}| d {kind}: {one_line(reason)}", []).append(name)
+        for direction, scorings in run.pools[pool]["retrieval"].items():
+            for scoring, numbers in scorings.items():
+                if numbers["tied_queries"]:
+                    note = f"{direction} {scoring}: {numbers['tied_queries']} queries tied, counted against the model"
+                    said.setdefault(note, []).append(name)
+    return [
+        note if len(names) == len(runs) else f"{note} ({', '.join(one_line(n, NAME_WIDTH) for n in names)})"
+        for note, names in said.items()
+    ]
+
+
+def print_run(results: Results, name: str | None = None, console: Console | None = None) -> None:
+    """Everything about one run, every pool."""
+    console = console or make_console()
+    runs = {name if name is not None else str(results.json.get("model")): results}
+    for pool in results.pools:
+        console.print(run_table(results, name, pool))
+    _print_lengths(runs, console)
+
+
+def print_comparison(
+    runs: Mapping[str, Results], verdicts: Iterable[Json] = (), console: Console | None = None
+) -> None:
+    """Several runs over the same data, the first being what the others are measured against; then the verdicts.
+
+    Errors: UsageError where the runs were not evaluated on the same data.
+    """
+    console = console or make_console()
+    first = next(iter(runs.values()))
+    for pool in first.pools:
+        console.print(runs_table(runs, pool))
+    console.print(Text("± half of the 95% interval; ~ within noise: the paired interval of the difference holds 0\n"))
+    _print_lengths(runs, console)
+    for found in verdicts:
+        print_verdict(found, console)
+
+
+def print_verdict(verdict: Json, console: Console | None = None) -> None:
+    """The two sentences of comparison.verdict."""
+    console = console or make_console()
+    for kind in ("learned", "useful"):
+        answer = {True: "yes", False: "no", None: "open"}[verdict[kind]["verdict"]]
+        place = f"{verdict['direction']}, pool {verdict['pool']}"
+        console.print(Text(f"{kind}? {answer} ({one_line(place)}): {one_line(verdict[kind]['sentence'], 600)}"))
+
+
+def _print_lengths(runs: Mapping[str, Results], console: Console) -> None:
+    first = next(iter(runs.values()))
+    for pool in first.pools:
+        console.print(lengths_table(runs, pool))
+        said = notes(runs, pool)
+        for note in said:
+            console.print(Text(note, style="dim"))
+        if said:
+            console.print()
+    for side, section in first.json["magnitude"].items():
+        for attribute in section["by_document"]:
+            console.print(groups_table(runs, side, attribute) or "")
+        for attribute in section["by_query"]:
+            console.print(groups_table(runs, side, attribute, of_queries=True) or "")
+
+
+def _table(first: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column(Text(f"\n{first}"), no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _gap(table: Table) -> None:
+    table.add_column(Text(""), no_wrap=True)
+
+
+def _column(table: Table, top: str, bottom: str) -> None:
+    table.add_column(Text.assemble(top, "\n", _name(bottom)), justify="right", no_wrap=True)
+
+
+def _row(table: Table, cells: Iterable[Text | str], style: str = "") -> None:
+    table.add_row(*(Text(c) if isinstance(c, str) else c for c in cells), style=style)
+
+
+def _titled(title: object, results: Results | None, pool: str, table: Table) -> Group:
+    # Where a table is too wide the first column, a name, may be cut. A number never is.
+    for column in table.columns[1:]:
+        column.min_width = max(line.cell_len for c in column.cells if isinstance(c, Text) for line in c.split())
+    words = f" · pool {one_line(pool, 40)}"
+    if results is not None:
+        place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
+        asked = ", ".join(f"{n} {d}" for d, n in place["n_queries"].items())
+        words += f": {place['n_images']} images, {place['n_texts']} texts; queries {asked}"
+    return Group(Text.assemble((one_line(title, 60), "bold"), words), table, Text(""))
+
+
+def _name(name: object) -> Text:
+    text = Text(one_line(name), no_wrap=True)
+    text.truncate(NAME_WIDTH, overflow="ellipsis")
+    return text
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else f"{value:#.4g}"
+
+
+def _half(ci: list[float] | None) -> str:
+    return "" if ci is None else " ±" + _bare(f"{(ci[1] - ci[0]) / 2:.3f}")
+
+
+def _bare(number: str) -> str:
+    """0.452 -> .452; the sign stays."""
+    return number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number

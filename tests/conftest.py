@@ -1,0 +1,32 @@
+"""Where the real data lie, and one thread per test process: two cores are shared with the scripts under test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "mmclip", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("mmclip")
+torch.set_num_threads(2)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data and models: MMCLIP_SHARED, else ../shared beside the checkout."""
+    folder = Path(os.environ.get("MMCLIP_SHARED", ROOT.parent / "shared"))
+    if not (folder / "data").is_dir():
+        pytest.skip(f"no real data at {folder} (set MMCLIP_SHARED to run this test)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmclip.config import CONFIGS, LOSSES, NORMS, POSITIVES, TrainSettings, parse_train
+from mmclip.errors import UsageError, one_line
+from mmclip.flags import read_config
+from mmclip.losses import LOSS_WEIGHTS, Positives
+from mmclip.similarity import Normalization
+
+
+def config(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_flag_beats_config_beats_default(tmp_path: Path) -> None:
+    path = config(tmp_path, "lr: 1e-3\nbatch-size: 8\nlock_image: true\ntrain_data: x\n")
+    settings = parse_train(["--config", path, "--batch-size", "16"])
+    assert (settings.lr, settings.batch_size, settings.lock_image, settings.wd) == (1e-3, 16, True, 0.2)
+    assert parse_train(["--config", path, "--no-lock-image"]).lock_image is False
+
+
+def test_scenes_config_is_the_default_without_data_flags() -> None:
+    scenes = yaml.safe_load((CONFIGS / "scenes.yaml").read_text(encoding="utf-8"))
+    settings = parse_train(["--loss", "asym-i2t", "--norm", "qnorm"])
+    assert settings.model == scenes["model"]
+    assert (settings.loss, settings.norm) == ("asym-i2t", "qnorm")
+    assert parse_train(["--train-data", "elsewhere"]).model == "ViT-B-32"
+
+
+def test_names_are_those_of_the_definitions() -> None:
+    """config.py repeats the names so that --help need not wait for torch; they must stay the same."""
+    assert set(LOSSES) == set(LOSS_WEIGHTS)
+    assert list(NORMS) == [n.value for n in Normalization]
+    assert list(POSITIVES) == [p.value for p in Positives]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--norm", "qnrom"], ["qnrom", "cosine", "qnorm"]),
+        (["--loss", "both"], ["both", "asym-i2t"]),
+        (["--lrr", "1"], ["--lrr", "did you mean --lr?"]),
+        (["--lr", "-1"], ["--lr -1", "above 0"]),
+        (["--lr", "nan"], ["--lr nan", "above 0"]),
+        (["--lr", "fast"], ["fast"]),
+        (["--batch-size", "0"], ["--batch-size 0", "at least 1"]),
+        (["--i2t-weight", "1.5"], ["1.5", "from 0 to 1"]),
+        (["--loss", "asym-i2t", "--i2t-weight", "0.4"], ["--i2t-weight", "--loss sym"]),
+        (["--gamma-init", "1"], ["--gamma-init 1", "between 0 and 1"]),
+        (["--warmup", "1.5"], ["1.5", "whole number of steps"]),
+        (["--cache-features"], ["--lock-image"]),
+        (["--logit-scale-init", "200"], ["200", "--logit-scale-max 100"]),
+        (["--model", "coca_ViT-B-32"], ["CoCa", "not supported"]),
+        (["--model", "nothing.json"], ["nothing.json", "scenes-tiny.json"]),
+        (["--model", "local-dir:/nowhere"], ["/nowhere"]),
+        (["--pretrained", "missing/x.pt"], ["missing/x.pt", "no such file"]),
+        (["--text-trunk", "/nowhere"], ["--text-trunk /nowhere"]),
+        (["--aug-cfg", "scale"], ["KEY=VALUE"]),
+        (["--aug-cfg", "flip=1"], ["flip", "scale"]),
+        (["--name", "a/b"], ["a/b", "without slashes"]),
+        (["--resume", "latest"], ["--name"]),
+        (["--config", "scene"], ["scene", "scenes"]),
+        (["--precision", "fp16"], ["fp16", "amp_bf16"]),
+    ],
+)
+def test_bad_flags_are_one_line_that_says_what_is_valid(argv: list[str], told: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_train(argv)
+    assert "\n" not in str(error.value)
+    for part in told:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("norn: dot", ["norn", "did you mean norm?"]),
+        ("norm: dott", ["dott", "qnorm"]),
+        ("lr: [1]", ["lr is a single value"]),
+        ("lr: quick", ["quick"]),
+        ("lock_image: 3", ["true or false"]),
+        ("compare: logs/a", ["compare is a list"]),
+        ("- lr", ["'name: value'"]),
+        ("lr: !!python/object/apply:os.getcwd []", ["not readable as YAML"]),
+        ("lr: ${MMCLIP_NO_SUCH_VARIABLE}", ["MMCLIP_NO_SUCH_VARIABLE", "--lr"]),
+        ("a: b: c", ["not readable as YAML"]),
+    ],
+)
+def test_bad_config_files_are_one_line(tmp_path: Path, text: str, told: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_train(["--config", config(tmp_path, text)])
+    assert "\n" not in str(error.value)
+    for part in told:
+        assert part in str(error.value)
+
+
+def test_config_values_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCLIP_TEST_RATE", "0.25")
+    path = config(tmp_path, "lr: ${MMCLIP_TEST_RATE}\nname: ${MMCLIP_UNSET_NAME:-run}\n")
+    assert read_config(TrainSettings, Path(path)) == {"lr": 0.25, "name": "run"}
+
+
+def test_help_is_quick_grouped_and_teaches(root: Path) -> None:
+    started = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "scripts/train_clip.py", "--help"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, mmclip.config; print('torch' in sys.modules)"],
+        cwd=root, capture_output=True, text=True, check=True,
+    ).stdout.strip()
+    assert time.monotonic() - started < 30, "two cold starts; --help itself must not wait for torch"
+    assert loaded == "False"
+    for group in ("data:", "model:", "loss and normalization:", "optimization:", "run:"):
+        assert group in shown
+    assert shown.count("scripts/train_clip.py") >= 3, "three examples"
+    for field in dataclasses.fields(TrainSettings):
+        assert "--" + field.name.replace("_", "-") in shown
+
+
+def test_shown_text_cannot_control_a_terminal() -> None:
+    assert one_line("a\x1b[31m\u202eb\nc") == "a\\x1b[31m\\u202eb\\nc"
+    assert len(one_line("x" * 5000)) == 300

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from open_clip.loss import ClipLoss
+
+from mmclip.losses import (
+    LOSS_WEIGHTS,
+    ContrastiveLoss,
+    Positives,
+    clip_loss,
+    contrastive_loss,
+    direction_weights,
+    known_positives,
+)
+from mmclip.similarity import Direction, Normalization
+
+
+def naive_loss(scores: torch.Tensor, positives: list[list[bool]], policy: str) -> float:
+    """The loss with loops, one query at a time; candidates from column Q on match nobody."""
+    total = 0.0
+    for i in range(len(scores)):
+        known = [j for j in range(len(scores)) if j != i and positives[i][j]]
+        left_out = known if policy == "mask" else []
+        rivals = [j for j in range(scores.shape[1]) if j not in left_out]
+        log_sum = math.log(sum(math.exp(float(scores[i, j])) for j in rivals))
+        targets = [i, *known] if policy == "multi" else [i]
+        total += sum(log_sum - float(scores[i, j]) for j in targets) / len(targets)
+    return total / len(scores)
+
+
+@given(
+    ids=st.lists(st.integers(0, 3), min_size=2, max_size=7),
+    extra=st.integers(0, 3),
+    policy=st.sampled_from(list(Positives)),
+    seed=st.integers(0, 1000),
+)
+def test_loss_equals_the_naive_loop(ids: list[int], extra: int, policy: Positives, seed: int) -> None:
+    n = len(ids)
+    scores = torch.randn(n, n + extra, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    positives = known_positives(torch.tensor(ids), None)
+    assert positives is not None
+    fast = contrastive_loss(scores, positives, policy)
+    assert float(fast) == pytest.approx(naive_loss(scores, positives.tolist(), policy.value), rel=1e-10)
+
+
+@pytest.mark.parametrize("policy", list(Positives))
+def test_gradient_equals_finite_differences(policy: Positives) -> None:
+    scores = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    positives = known_positives(torch.tensor([0, 1, 0, 2]), torch.tensor([5, 6, 7, 6]))
+    assert torch.autograd.gradcheck(lambda s: contrastive_loss(s, positives, policy), (scores,))
+
+
+def test_sym_cosine_without_positives_is_clip_loss() -> None:
+    torch.manual_seed(0)
+    image, text = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    ours = clip_loss("sym", "cosine", positives="none")({"image": image, "text": text})
+    normal = torch.nn.functional.normalize
+    theirs = ClipLoss()(normal(image, dim=-1), normal(text, dim=-1), torch.tensor(1 / 0.07))
+    assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
+    ours_grad = torch.autograd.grad(ours.loss, (image, text))
+    theirs_grad = torch.autograd.grad(theirs, (image, text))
+    for a, b in zip(ours_grad, theirs_grad, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["dot", "qnorm", "dnorm", "learned"])
+def test_total_is_the_weighted_sum_of_role_true_directions(norm: str) -> None:
+    torch.manual_seed(1)
+    sides = {"image": torch.randn(6, 8) * 4, "text": torch.randn(6, 8) * 2}
+    loss = clip_loss("sym", norm, i2t_weight=0.3)
+    out = loss(sides)
+    expected = {}
+    for direction in (Direction.I2T, Direction.T2I):
+        query, document = direction.roles(sides)
+        gq, gd = (torch.as_tensor(g).item() for g in loss.similarity.exponents)
+        q, d = query / query.norm(dim=1, keepdim=True) ** gq, document / document.norm(dim=1, keepdim=True) ** gd
+        scores = loss.similarity.scale(direction).item() * q @ d.T
+        expected[direction] = float(torch.nn.functional.cross_entropy(scores, torch.arange(6)))
+        assert float(out.by_direction[direction]) == pytest.approx(expected[direction], rel=1e-5)
+    assert out.loss.item() == pytest.approx(0.3 * expected[Direction.I2T] + 0.7 * expected[Direction.T2I], rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "trained"), [("asym-i2t", "i2t"), ("asym-t2i", "t2i")])
+def test_one_direction_loss_trains_one_alpha_and_reports_both(name: str, trained: str) -> None:
+    torch.manual_seed(2)
+    sides = {"image": torch.randn(6, 8) * 4, "text": torch.randn(6, 8) * 2}
+    loss = clip_loss(name, "qnorm")
+    out = loss(sides)
+    assert torch.equal(out.loss.detach(), out.by_direction[Direction(trained)])
+    assert set(out.by_direction) == {Direction.I2T, Direction.T2I}
+    assert [n for n, p in loss.named_parameters() if p.requires_grad] == [f"similarity.logit_scale_{trained}"]
+    other = Direction(trained).opposite
+    assert loss.similarity.effective_scale(other) == pytest.approx(loss.similarity.effective_scale(Direction(trained)))
+    assert set(loss(sides, untrained=False).by_direction) == {Direction(trained)}
+
+
+def test_asym_qnorm_gives_documents_a_radial_gradient_and_queries_none() -> None:
+    """Prop. 4.2: what is normalized cannot change its length; what is raw can."""
+    torch.manual_seed(3)
+    image, text = (torch.randn(6, 8, requires_grad=True) for _ in range(2))
+    clip_loss("asym-i2t", "qnorm")({"image": image, "text": text}).loss.backward()
+    assert image.grad is not None and text.grad is not None
+    torch.testing.assert_close((image.grad * image.detach()).sum(dim=1), torch.zeros(6), atol=1e-6, rtol=0)
+    assert (text.grad * text.detach()).sum(dim=1).abs().min() > 1e-4
+
+
+def test_extra_candidates_enter_the_denominator_of_their_side_only() -> None:
+    torch.manual_seed(4)
+    sides = {"image": torch.randn(4, 8), "text": torch.randn(4, 8)}
+    loss = clip_loss("sym", "cosine")
+    plain = loss(sides).by_direction
+    more = loss(sides, extra={"text": torch.randn(5, 8)}).by_direction
+    assert more[Direction.I2T] > plain[Direction.I2T]
+    assert more[Direction.T2I] == plain[Direction.T2I]
+
+
+def test_duplicate_captions_and_captions_of_one_image_are_known_positives() -> None:
+    assert known_positives(None, None) is None
+    image_id, text_id = torch.tensor([0, 0, 1, 2]), torch.tensor([5, 6, 7, 5])
+    expected = [[1, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
+    known = known_positives(image_id, text_id)
+    assert known is not None and known.int().tolist() == expected
+
+
+def test_text_retrieval_uses_the_same_loss() -> None:
+    torch.manual_seed(5)
+    sides = {"query": torch.randn(4, 8), "document": torch.randn(4, 8)}
+    text = ContrastiveLoss({Direction.Q2D: 1.0}, "qnorm")(sides)
+    clip = clip_loss("asym-i2t", "qnorm")({"image": sides["query"], "text": sides["document"]})
+    assert text.loss.item() == clip.loss.item()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("syn",), "unknown loss 'syn'"), (("sym", 1.5), "outside 0 to 1"), (("asym-i2t", 0.4), "fixes the i2t weight")],
+)
+def test_bad_weights_are_refused(arguments: tuple[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        direction_weights(*arguments)
+
+
+@pytest.mark.parametrize("name", list(LOSS_WEIGHTS))
+@pytest.mark.parametrize("norm", list(Normalization))
+def test_every_pair_of_loss_and_norm_falls_on_a_small_task(name: str, norm: Normalization) -> None:
+    """Both sides are free embeddings of the same 16 items: every loss must be able to match them."""
+    torch.manual_seed(6)
+    image, text = (torch.nn.Parameter(torch.randn(16, 8)) for _ in range(2))
+    loss = clip_loss(name, norm)
+    optimizer = torch.optim.Adam([image, text, *loss.parameters()], lr=0.05)
+    values = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        out = loss({"image": image, "text": text})
+        out.loss.backward()
+        optimizer.step()
+        loss.similarity.clamp_()
+        values.append(out.loss.item())
+    assert all(math.isfinite(v) for v in values)
+    assert values[-1] < 0.2 * values[0]

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmclip.similarity import (
+    CLIP_DIRECTIONS,
+    FIXED_NORMALIZATIONS,
+    Direction,
+    Exponents,
+    Normalization,
+    RoleSimilarity,
+    normalize,
+    score,
+)
+
+
+def features(seed: int, n: int = 6, dim: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.rand(2, n, 1, generator=g, dtype=dtype) * 9 + 0.5
+    raw = torch.randn(2, n, dim, generator=g, dtype=dtype) * lengths
+    return {"image": raw[0], "text": raw[1]}
+
+
+def naive_score(query: np.ndarray, document: np.ndarray, name: str) -> np.ndarray:
+    """Each formula of the paper written out on its own, one pair at a time, in float64."""
+    out = np.zeros((len(query), len(document)))
+    for i, q in enumerate(query):
+        for j, d in enumerate(document):
+            dot, nq, nd = float(q @ d), math.sqrt(float(q @ q)), math.sqrt(float(d @ d))
+            out[i, j] = {"cosine": dot / (nq * nd), "dot": dot, "qnorm": dot / nq, "dnorm": dot / nd}[name]
+    return out
+
+
+@given(seed=st.integers(0, 10_000))
+def test_every_formula_equals_its_naive_form_in_both_directions(seed: int) -> None:
+    sides = features(seed)
+    for direction in CLIP_DIRECTIONS:
+        query, document = direction.roles(sides)
+        for norm in FIXED_NORMALIZATIONS:
+            expected = naive_score(query.numpy(), document.numpy(), norm.value)
+            np.testing.assert_allclose(score(query, document, norm.exponents).numpy(), expected, rtol=1e-12)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_cosine_ranks_as_dnorm_and_dot_as_qnorm(seed: int) -> None:
+    query, document = Direction.I2T.roles(features(seed))
+    order = {n.value: score(query, document, n.exponents).argsort(dim=1).tolist() for n in FIXED_NORMALIZATIONS}
+    assert order["cosine"] == order["dnorm"]
+    assert order["dot"] == order["qnorm"]
+
+
+@given(seed=st.integers(0, 10_000))
+def test_directions_of_a_one_sided_norm_are_different_matrices(seed: int) -> None:
+    sides = features(seed)
+    by_direction = {}
+    for norm in FIXED_NORMALIZATIONS:
+        i2t, t2i = (score(*d.roles(sides), norm.exponents) for d in CLIP_DIRECTIONS)
+        by_direction[norm.value] = bool(torch.allclose(i2t, t2i.T))
+    assert by_direction == {"cosine": True, "dot": True, "qnorm": False, "dnorm": False}
+
+
+@given(seed=st.integers(0, 10_000), gamma_q=st.floats(0, 1))
+def test_query_exponent_only_rescales_a_query(seed: int, gamma_q: float) -> None:
+    query, document = Direction.T2I.roles(features(seed))
+    plain = score(query, document, Exponents(0.0, 0.3))
+    scaled = score(query, document, Exponents(gamma_q, 0.3))
+    ratio = scaled / plain
+    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio))
+
+
+def test_roles_follow_the_direction() -> None:
+    sides = {"image": 1, "text": 2, "query": 3, "document": 4}
+    assert [d.roles(sides) for d in Direction] == [(1, 2), (2, 1), (3, 4)]
+    assert Direction.I2T.opposite is Direction.T2I
+    with pytest.raises(ValueError, match="no opposite"):
+        Direction.Q2D.opposite  # noqa: B018
+    with pytest.raises(ValueError, match="learned"):
+        Normalization.LEARNED.exponents  # noqa: B018
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.4, 1.0, torch.tensor(0.4)])
+def test_zero_vectors_score_zero_and_have_finite_gradients(gamma: float | torch.Tensor) -> None:
+    x = torch.zeros(2, 3, requires_grad=True)
+    scores = score(x, torch.ones(4, 3), Exponents(gamma, gamma))
+    assert (scores == 0).all()
+    scores.sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+def test_scores_are_float32_under_autocast_and_do_not_overflow() -> None:
+    query = torch.full((2, 64), 30.0).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = score(query, query, Normalization.DOT.exponents, scale=100.0)
+    assert scores.dtype == torch.float32
+    assert scores[0, 0] == 30.0 * 30.0 * 64 * 100
+    assert normalize(torch.full((1, 4), 3e4).half(), 1.0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", list(Normalization))
+@pytest.mark.parametrize("direction", CLIP_DIRECTIONS)
+def test_first_batch_sets_the_effective_scale(norm: Normalization, direction: Direction) -> None:
+    similarity = RoleSimilarity(norm, scale_init=14.3)
+    sides = features(1, n=64, dtype=torch.float32)
+    query, document = direction.roles(sides)
+    assert math.isnan(similarity.effective_scale(direction))
+    similarity.observe(direction, query, document)
+    gamma_q, gamma_d = (torch.as_tensor(g).item() for g in similarity.exponents)
+    expected = float(query.norm(dim=1).pow(1 - gamma_q).mean() * document.norm(dim=1).pow(1 - gamma_d).mean())
+    assert similarity.effective_scale(direction) == pytest.approx(14.3, rel=1e-5)
+    assert similarity.scale(direction).item() * expected == pytest.approx(14.3, rel=1e-5)
+
+
+def test_clamp_acts_on_the_effective_scale_and_survives_a_restart() -> None:
+    sides = features(2, n=32, dtype=torch.float32)
+    query, document = Direction.I2T.roles(sides)
+    similarity = RoleSimilarity("dot", scale_init=14.3, scale_max=100)
+    similarity.observe(Direction.I2T, query, document)
+    similarity.clamp_()
+    assert similarity.effective_scale(Direction.I2T) == pytest.approx(14.3, rel=1e-5), "below the clamp nothing moves"
+    for _ in range(200):  # lengths grow tenfold on both sides: alpha must fall although nobody trained it
+        similarity.observe(Direction.I2T, query * 10, document * 10)
+        similarity.clamp_()
+    assert similarity.effective_scale(Direction.I2T) == pytest.approx(100, rel=1e-4)
+    assert similarity.logit_scale(Direction.I2T).item() < 0, "log(alpha) may be negative"
+    again = RoleSimilarity("dot", scale_init=14.3, scale_max=100)
+    again.load_state_dict(similarity.state_dict())
+    assert again.is_calibrated(Direction.I2T)
+    assert again.effective_scale(Direction.I2T) == similarity.effective_scale(Direction.I2T)
+
+
+def test_gamma_is_shared_by_the_directions_and_alpha_is_not() -> None:
+    similarity = RoleSimilarity("learned")
+    names = sorted(n for n, _ in similarity.named_parameters())
+    assert names == ["gamma_hat_d", "gamma_hat_q", "logit_scale_i2t", "logit_scale_t2i"]
+    assert [torch.as_tensor(g).item() for g in similarity.exponents] == [0.5, 0.5]
+    q2d = RoleSimilarity("qnorm", [Direction.Q2D])
+    assert [n for n, _ in q2d.named_parameters()] == ["logit_scale_q2d"]

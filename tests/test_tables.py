@@ -1,0 +1,111 @@
+"""Tables and the picture: hostile names, narrow and piped output, numbers never cut."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+
+from mmclip.comparison import verdict
+from mmclip.evaluation import EvalData, Results, evaluate
+from mmclip.plots import plot_tradeoff
+from mmclip.similarity import Exponents
+from mmclip.tables import groups_table, make_console, notes, print_comparison, print_run, print_verdict, runs_table
+
+HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字" + "n" * 80
+N = 40
+
+
+def run_of(native: Exponents, loss: str, name: str = "m", seed: int = 0) -> Results:
+    gen = torch.Generator().manual_seed(0)
+    image = torch.randn(N, 12, generator=gen)
+    text = image.repeat_interleave(2, 0) + torch.randn(2 * N, 12, generator=gen)
+    own = torch.Generator().manual_seed(seed)
+    data = EvalData(
+        image=image * (1 + torch.rand(N, 1, generator=own)),
+        text=text,
+        pairs=torch.tensor([[t // 2, t] for t in range(2 * N)]),
+        image_keys=[HOSTILE + str(i) for i in range(N)],
+        captions=[HOSTILE + " word" * (t % 12) for t in range(2 * N)],
+        levels=["full", HOSTILE] * N,
+        n_objects=[i % 4 for i in range(N)],
+        distractor_image=torch.randn(9, 12, generator=gen),
+        distractor_text=torch.randn(9, 12, generator=gen) * 50,
+    )
+    return evaluate(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=60)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Results]:
+    return {
+        "sym-cosine": run_of(Exponents(1.0, 1.0), "sym"),
+        HOSTILE: run_of(Exponents(1.0, 0.0), "asym-t2i", HOSTILE, 1),
+        "_$control": run_of(Exponents(1.0, 1.0), "asym-t2i", seed=2),
+    }
+
+
+def printed(show, *args) -> str:
+    out = io.StringIO()
+    show(*args, console=make_console(out))
+    return out.getvalue()
+
+
+def test_everything_prints_within_the_width_without_colour_or_cut_numbers(runs):
+    baseline, run, control = runs.values()
+    text = printed(print_comparison, runs, [verdict(run, control, baseline)]) + printed(print_run, run)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert max(map(len, text.splitlines())) <= make_console(io.StringIO()).width
+    assert "[red]x[/red]" in text  # shown, not obeyed
+    assert ":smile:" in text
+    assert not re.search(r"[±.\d]…", text)
+    assert re.search(r"^native +\.\d{3} ±\.\d{3}", text, re.M)
+    assert "learned? " in text
+    assert "useful? " in text
+    assert "degenerate: every candidate is relevant to 2 queries" in text
+
+
+def test_both_directions_stand_in_one_row(runs):
+    out = io.StringIO()
+    make_console(out).print(runs_table(runs))
+    lines = out.getvalue().splitlines()
+    assert "i2t" in lines[1]
+    assert "t2i" in lines[1]
+    first, second = (next(line for line in lines if line.startswith(name)) for name in ("sym-cosine", "_$control"))
+    assert len(re.findall(r"\.\d{3} ±\.\d{3}", first)) == 4  # native and cosine, twice
+    assert len(re.findall(r"[+-]\.\d{3} ±\.\d{3}", second)) == 2  # the differences to the first
+
+
+def test_a_narrow_console_cuts_names_not_numbers(runs):
+    out = io.StringIO()
+    Console(file=out, width=100).print(groups_table(runs, "text", "n_words"))
+    assert not re.search(r"[±.\d]…", out.getvalue())
+    assert "Spearman" in out.getvalue()
+    assert groups_table(runs, "text", "colour") is None
+
+
+def test_ties_are_told(runs):
+    x = torch.ones(4, 3)
+    data = EvalData(x, x, torch.tensor([[i, i] for i in range(4)]), list("abcd"), list("abcd"))
+    tied = evaluate(data, Exponents(1.0, 0.0), {"model": "m"}, resamples=10)
+    assert "i2t native: 4 queries tied, counted against the model" in notes({"m": tied})
+    assert "4 queries tied" in printed(print_run, tied)
+
+
+def test_an_open_verdict_prints_its_reason(runs):
+    _, run, control = runs.values()
+    found = verdict(run, control)
+    found["learned"] = {"verdict": None, "reason": "r", "sentence": "No verdict: [b]r[/b]."}
+    assert "learned? open (t2i, pool retrieval): No verdict: [b]r[/b]." in printed(print_verdict, found)
+
+
+def test_the_picture_is_drawn_for_any_names(runs, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = plot_tradeoff(runs, tmp_path / "t.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.png"]
