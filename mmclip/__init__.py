@@ -1,3 +1,20 @@
 """mmclip: CLIP and text retrieval training in which embedding length may carry relevance."""
 
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["ContrastiveLoss", "Direction", "Exponents", "Normalization", "clip_loss", "load_model", "score"]
+
+_HOME = {
+    "ContrastiveLoss": "losses", "clip_loss": "losses", "load_model": "evaluate_run",
+    "Direction": "similarity", "Exponents": "similarity", "Normalization": "similarity", "score": "similarity",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when they are asked for: ``--help`` of a script need not wait for torch."""
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(f"mmclip.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'mmclip' has no attribute {name!r}")

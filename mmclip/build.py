@@ -138,7 +138,8 @@ def _known_tag(model: str, pretrained: str | None) -> dict[str, Any]:
 def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder: Path | None) -> Path | None:
     if tag:
         try:
-            return Path(open_clip.download_pretrained(tag))
+            with _quiet():
+                return Path(open_clip.download_pretrained(tag))
         except Exception as error:  # whatever the hub client raises: no network, no access, no such revision
             raise UsageError(f"--pretrained {one_line(pretrained)}: its weights could not be fetched for {model}: "
                              f"{one_line(error)}") from None
@@ -210,9 +211,13 @@ def _facts(folder: Path | None) -> dict[str, Any]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """open_clip logs each step of building, and warns of "no weights" where weights are loaded afterwards."""
+    from transformers.utils import logging as hf_logging  # slow to import, and only builders need it
+
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    hf_logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.disable(before)
+        hf_logging.enable_progress_bar()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,11 @@ class Runner:
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision != "fp32")
 
+    def _say(self, text: str) -> None:
+        """Where there is no terminal for a bar, a line for each piece of work."""
+        if self.progress and not sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+
     @torch.no_grad()
     def images(
         self, encode: Encode, data: ImageTextData, transform: Callable[[object], Tensor], rows: range | None = None,
@@ -56,6 +62,7 @@ class Runner:
                         out = torch.full((len(rows), features.shape[1]), torch.nan)
                     out[batch_rows - rows.start] = features
                 bar.advance(task, len(batch_rows) + len(failed))
+        self._say(f"{label}: {len(rows)} done")
         if out is None:
             raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: "
                              f"{next(iter(bad.values()), 'the split is empty')}")
@@ -73,6 +80,7 @@ class Runner:
                 with self.autocast():
                     parts.append(encode(tokens.to(self.device, non_blocking=True)).float().cpu())
                 bar.advance(task, len(tokens))
+        self._say(f"{label}: {len(captions)} done")
         if not parts:
             raise UsageError("there are no captions to encode")
         return torch.cat(parts)

@@ -12,7 +12,7 @@ from mmclip.config import TrainSettings
 from mmclip.errors import UsageError
 from mmclip.losses import clip_loss
 from mmclip.optimization import build_optimizer, learning_rate_factor, set_learning_rate, warmup_steps
-from tests.test_towers import NATIVE
+from tests.tiny import MODEL as NATIVE
 
 
 def groups(tmp_path: Path, norm: str, **settings: object) -> dict[str, dict[str, object]]:

@@ -6,12 +6,8 @@ import torch
 from mmclip.build import Model, build_model
 from mmclip.errors import UsageError
 from mmclip.towers import Towers
+from tests.tiny import MODEL as NATIVE
 
-NATIVE = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
-    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
-}
 TIMM = {
     "embed_dim": 16,
     "vision_cfg": {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "mlp", "timm_drop": 0.5,
