@@ -6,8 +6,13 @@ __version__ = "0.1.0"
 __all__ = ["ContrastiveLoss", "Direction", "Exponents", "Normalization", "clip_loss", "load_model", "score"]
 
 _HOME = {
-    "ContrastiveLoss": "losses", "clip_loss": "losses", "load_model": "evaluate_run",
-    "Direction": "similarity", "Exponents": "similarity", "Normalization": "similarity", "score": "similarity",
+    "ContrastiveLoss": "losses",
+    "clip_loss": "losses",
+    "load_model": "evaluate_run",
+    "Direction": "similarity",
+    "Exponents": "similarity",
+    "Normalization": "similarity",
+    "score": "similarity",
 }
 
 

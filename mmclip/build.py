@@ -1,4 +1,4 @@
-"""Names, tags, configs and local files -> towers with weights, transforms and tokenizer. open_clip does the building."""
+"""Names, tags, configs and local files -> towers with weights, transforms and tokenizer; open_clip builds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mmclip.config import check_model, find_model_config, refuse_coca
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import nearest
+from mmclip.model_names import check_model, find_model_config, refuse_coca
 from mmclip.towers import Towers
 
 Tokenize = Callable[[list[str]], Tensor]
@@ -125,8 +125,10 @@ def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
         return (config if "model_cfg" in config else {"model_cfg": config, "preprocess_cfg": {}}), None
     model_cfg = open_clip.get_model_config(model.replace("/", "-"))
     if model_cfg is None:
-        raise UsageError(f"--model {one_line(model)}: unknown to open_clip{nearest(model, open_clip.list_models())} "
-                         "(or a model config JSON, or local-dir:FOLDER)")
+        raise UsageError(
+            f"--model {one_line(model)}: unknown to open_clip{nearest(model, open_clip.list_models())} "
+            "(or a model config JSON, or local-dir:FOLDER)"
+        )
     return {"model_cfg": model_cfg, "preprocess_cfg": {}}, None
 
 
@@ -141,13 +143,17 @@ def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder:
             with _quiet():
                 return Path(open_clip.download_pretrained(tag))
         except Exception as error:  # whatever the hub client raises: no network, no access, no such revision
-            raise UsageError(f"--pretrained {one_line(pretrained)}: its weights could not be fetched for {model}: "
-                             f"{one_line(error)}") from None
+            raise UsageError(
+                f"--pretrained {one_line(pretrained)}: its weights could not be fetched for {model}: {one_line(error)}"
+            ) from None
     if pretrained:
         return Path(pretrained)
     if folder is not None:
-        for name in ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors",
-                     "open_clip_pytorch_model.bin"):
+        for name in (
+            "open_clip_model.safetensors",
+            "open_clip_pytorch_model.safetensors",
+            "open_clip_pytorch_model.bin",
+        ):
             if (folder / name).is_file():
                 return folder / name
         raise UsageError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")
@@ -158,7 +164,7 @@ def _load_clip(clip: torch.nn.Module, path: Path) -> None:
     try:
         with _quiet():
             open_clip.load_checkpoint(clip, str(path), strict=True, weights_only=True, device="cpu")
-    except WEIGHT_ERRORS + (Exception,) as error:  # pickle.UnpicklingError, SafetensorError and their kind
+    except Exception as error:  # pickle, safetensors and shape errors of every kind mean the same to the user
         raise UsageError(f"{path}: not a checkpoint of this model: {one_line(error, 240)}") from None
 
 
@@ -178,8 +184,10 @@ def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
         raise UsageError(f"--image-trunk {path}: not loadable: {one_line(error, 240)}") from None
     unexpected = [k for k in unexpected if not k.startswith(("classifier.", "fc.", "head.", "head_dist."))]
     if missing or unexpected:
-        raise UsageError(f"--image-trunk {path}: does not fit {type(trunk).__name__}: {len(missing)} tensors missing "
-                         f"{missing[:2]}, {len(unexpected)} left over {unexpected[:2]}")
+        raise UsageError(
+            f"--image-trunk {path}: does not fit {type(trunk).__name__}: {len(missing)} tensors missing "
+            f"{missing[:2]}, {len(unexpected)} left over {unexpected[:2]}"
+        )
 
 
 def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Any:

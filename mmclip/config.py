@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import flag, parse
-
-_HERE = Path(__file__).resolve().parent
-CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"
+from mmclip.model_names import CONFIGS, check_model
 
 LOSSES = ("sym", "asym-i2t", "asym-t2i")
 NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
@@ -43,10 +40,17 @@ class TrainSettings:
     """Every flag of train_clip.py, named as open_clip names it wherever it has one."""
 
     train_data: str = flag(
-        SCENES, DATA, "training data: a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or "
-        "ROOT/SPLIT), a CSV, builtin:scenes or builtin:scenes-uninformative")
-    val_data: str | None = flag(None, DATA, "data for validation and the final evaluation; default: --train-data's own "
-                                "evaluation split where it has one, 'none' for no validation")
+        SCENES,
+        DATA,
+        "training data: a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or "
+        "ROOT/SPLIT), a CSV, builtin:scenes or builtin:scenes-uninformative",
+    )
+    val_data: str | None = flag(
+        None,
+        DATA,
+        "data for validation and the final evaluation; default: --train-data's own "
+        "evaluation split where it has one, 'none' for no validation",
+    )
     train_split: str | None = flag(None, DATA, "split of a folder to train on [train]")
     val_split: str | None = flag(None, DATA, "split of a folder to evaluate on [test, else val]")
     dataset_type: str = flag("auto", DATA, "how to read the data", choices=("auto", "webdataset", "csv"))
@@ -57,55 +61,90 @@ class TrainSettings:
     batch_size: int = flag(64, DATA, "images per step and process", metavar="B")
     keep_last: bool = flag(False, DATA, "train on the last, partial batch of an epoch too, instead of dropping it")
     workers: int = flag(2, DATA, "processes that read and decode images; the result does not depend on it", metavar="N")
-    aug_cfg: list[str] | None = flag(None, DATA, "training augmentation, open_clip's: scale=0.9,1 color_jitter=0.2 …; "
-                                     "'none=1' for the evaluation transform", type=_key_value, nargs="*", metavar="K=V")
+    aug_cfg: list[str] | None = flag(
+        None,
+        DATA,
+        "training augmentation, open_clip's: scale=0.9,1 color_jitter=0.2 …; 'none=1' for the evaluation transform",
+        type=_key_value,
+        nargs="*",
+        metavar="K=V",
+    )
 
     model: str = flag("ViT-B-32", MODEL, "an open_clip model name, a model config JSON, or local-dir:FOLDER")
     pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file; default: random weights")
     image_trunk: str | None = flag(None, MODEL, "weights for a timm image trunk: safetensors or .pt", metavar="FILE")
     text_trunk: str | None = flag(None, MODEL, "a Hugging Face folder for the text trunk and tokenizer", metavar="DIR")
     pretrained_image: bool = flag(False, MODEL, "load timm's own pretrained weights into a timm image trunk")
-    pretrained_text: bool = flag(True, MODEL, "load the Hugging Face weights of an HF text trunk; --no-pretrained-text "
-                                 "starts it from random weights")
+    pretrained_text: bool = flag(
+        True,
+        MODEL,
+        "load the Hugging Face weights of an HF text trunk; --no-pretrained-text starts it from random weights",
+    )
     force_image_size: int | None = flag(None, MODEL, "override the model's image size", type=int, metavar="PX")
     force_context_length: int | None = flag(None, MODEL, "override the text length", type=int, metavar="TOKENS")
     lock_image: bool = flag(False, MODEL, "freeze the image trunk; its projection head still trains")
     lock_text: bool = flag(False, MODEL, "freeze the text trunk; its projection head still trains")
-    cache_features: bool = flag(False, MODEL, "run a locked trunk once over the data and train on its outputs "
-                                "(evaluation transform, no augmentation); kept in --cache-dir")
+    cache_features: bool = flag(
+        False,
+        MODEL,
+        "run a locked trunk once over the data and train on its outputs "
+        "(evaluation transform, no augmentation); kept in --cache-dir",
+    )
     cache_dir: str = flag("data/cache", MODEL, "where cached trunk features are kept", metavar="DIR")
     grad_checkpointing: bool = flag(False, MODEL, "recompute activations in the backward pass: less memory, more time")
     torchcompile: bool = flag(False, MODEL, "compile the towers with torch.compile")
 
-    loss: str = flag("sym", LOSS, "which directions train: both (sym), image-to-text or text-to-image only",
-                     choices=LOSSES)
+    loss: str = flag(
+        "sym", LOSS, "which directions train: both (sym), image-to-text or text-to-image only", choices=LOSSES
+    )
     i2t_weight: float | None = flag(None, LOSS, "weight of i2t in --loss sym [0.5]", type=float, metavar="W")
-    norm: str = flag("cosine", LOSS, "whose length is divided out: both, neither, the query's, the document's, or a "
-                     "learned share of each role's", choices=NORMS)
-    positives: str = flag("mask", LOSS, "other captions of an image and exact duplicates: left out of the denominator, "
-                          "targets too, or plain negatives", choices=POSITIVES)
-    logit_scale_init: float | None = flag(None, LOSS, "initial effective scale [14.29, or the checkpoint's]",
-                                          type=float, metavar="S")
+    norm: str = flag(
+        "cosine",
+        LOSS,
+        "whose length is divided out: both, neither, the query's, the document's, or a learned share of each role's",
+        choices=NORMS,
+    )
+    positives: str = flag(
+        "mask",
+        LOSS,
+        "other captions of an image and exact duplicates: left out of the denominator, targets too, or plain negatives",
+        choices=POSITIVES,
+    )
+    logit_scale_init: float | None = flag(
+        None, LOSS, "initial effective scale [14.29, or the checkpoint's]", type=float, metavar="S"
+    )
     logit_scale_max: float = flag(100.0, LOSS, "the effective scale is clamped here", metavar="S")
     gamma_init: float = flag(0.5, LOSS, "initial gamma of both roles with --norm learned", metavar="G")
 
-    epochs: int = flag(32, OPTIMIZATION, "passes over the images; one caption of each image is drawn a pass",
-                       metavar="N")
-    max_steps: int | None = flag(None, OPTIMIZATION, "stop after this many steps, whatever the epochs", type=int,
-                                 metavar="N")
+    epochs: int = flag(
+        32, OPTIMIZATION, "passes over the images; one caption of each image is drawn a pass", metavar="N"
+    )
+    max_steps: int | None = flag(
+        None, OPTIMIZATION, "stop after this many steps, whatever the epochs", type=int, metavar="N"
+    )
     lr: float = flag(5e-4, OPTIMIZATION, "peak learning rate of the towers and of alpha")
     gamma_lr: float = flag(1e-2, OPTIMIZATION, "peak learning rate of gamma (at the towers' it cannot move)")
     wd: float = flag(0.2, OPTIMIZATION, "weight decay of matrices; biases, norms, alpha and gamma have none")
-    proj_wd: float | None = flag(None, OPTIMIZATION, "weight decay of the output projections, which carry the "
-                                 "magnitude [as --wd]", type=float, metavar="WD")
+    proj_wd: float | None = flag(
+        None,
+        OPTIMIZATION,
+        "weight decay of the output projections, which carry the magnitude [as --wd]",
+        type=float,
+        metavar="WD",
+    )
     beta1: float = flag(0.9, OPTIMIZATION, "AdamW's first moment")
     beta2: float = flag(0.98, OPTIMIZATION, "AdamW's second moment")
     eps: float = flag(1e-6, OPTIMIZATION, "AdamW's epsilon")
-    warmup: float = flag(0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1",
-                         type=_steps_or_fraction)
+    warmup: float = flag(
+        0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=_steps_or_fraction
+    )
     grad_clip_norm: float | None = flag(None, OPTIMIZATION, "clip the gradient's norm", type=float, metavar="X")
-    precision: str = flag("auto", OPTIMIZATION, "auto is bf16 autocast on CUDA and float32 on CPU; scores are always "
-                          "float32", choices=PRECISIONS)
+    precision: str = flag(
+        "auto",
+        OPTIMIZATION,
+        "auto is bf16 autocast on CUDA and float32 on CPU; scores are always float32",
+        choices=PRECISIONS,
+    )
     device: str = flag("auto", OPTIMIZATION, "auto, cpu, cuda or cuda:N")
 
     logs: str = flag("logs", RUN, "folder of runs", metavar="DIR")
@@ -116,16 +155,26 @@ class TrainSettings:
     save_steps: int | None = flag(None, RUN, "write a checkpoint every N steps [an epoch]", type=int, metavar="N")
     log_every_n_steps: int = flag(10, RUN, "steps between lines of metrics.jsonl", metavar="N")
     report_to: str = flag("none", RUN, "'tensorboard' also writes TensorBoard files", choices=("none", "tensorboard"))
-    compare: list[str] | None = flag(None, RUN, "finished runs to set beside this one at the end", type=str, nargs="*",
-                                     metavar="RUN")
+    compare: list[str] | None = flag(
+        None, RUN, "finished runs to set beside this one at the end", type=str, nargs="*", metavar="RUN"
+    )
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_combinations()
 
     def _check_numbers(self) -> None:
-        at_least_one = ("batch_size", "epochs", "max_steps", "train_num_samples", "val_steps", "save_steps",
-                        "log_every_n_steps", "force_image_size", "force_context_length")
+        at_least_one = (
+            "batch_size",
+            "epochs",
+            "max_steps",
+            "train_num_samples",
+            "val_steps",
+            "save_steps",
+            "log_every_n_steps",
+            "force_image_size",
+            "force_context_length",
+        )
         above_zero = ("lr", "gamma_lr", "eps", "logit_scale_init", "logit_scale_max", "grad_clip_norm")
         not_negative = ("wd", "proj_wd", "warmup", "workers", "seed")
         for names, valid, ok in (
@@ -147,15 +196,18 @@ class TrainSettings:
         if self.cache_features and not (self.lock_image or self.lock_text):
             raise UsageError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
         if self.logit_scale_init is not None and self.logit_scale_init > self.logit_scale_max:
-            raise UsageError(f"--logit-scale-init {self.logit_scale_init:g} is above --logit-scale-max "
-                             f"{self.logit_scale_max:g}")
+            raise UsageError(
+                f"--logit-scale-init {self.logit_scale_init:g} is above --logit-scale-max {self.logit_scale_max:g}"
+            )
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
             raise UsageError(f"--name {one_line(self.name)!r}: a plain folder name is expected, without slashes")
         if self.resume == "latest" and self.name is None:
             raise UsageError("--resume latest needs --name, the run to continue")
         if self.pretrained and self.model.startswith("local-dir:"):
-            raise UsageError(f"--pretrained {one_line(self.pretrained)} beside --model {one_line(self.model)}: a "
-                             "local-dir brings its own weights; give one of the two")
+            raise UsageError(
+                f"--pretrained {one_line(self.pretrained)} beside --model {one_line(self.model)}: a "
+                "local-dir brings its own weights; give one of the two"
+            )
         check_model(self.model, self.pretrained)
         for path, name in ((self.image_trunk, "--image-trunk"), (self.text_trunk, "--text-trunk")):
             if path is not None and not Path(path).exists():
@@ -186,56 +238,6 @@ def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
             raise UsageError(f"--aug-cfg {one_line(pair)}: numbers expected after '='") from None
         parsed[key] = numbers if len(numbers) > 1 else int(numbers[0]) if key == "re_count" else numbers[0]
     return parsed
-
-
-def check_model(model: str, pretrained: str | None) -> None:
-    """What can be said of a model's name without loading anything. Errors: UsageError.
-
-    Registered names and tags are open_clip's to check (mmclip.towers does, before any weight is read).
-    """
-    config: dict[str, Any] = {}
-    if model.startswith("local-dir:"):
-        path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
-        if not path.is_file():
-            raise UsageError(f"--model {one_line(model)}: {path} does not exist")
-        config = _read_json(path).get("model_cfg", {})
-    elif model.endswith(".json"):
-        path = find_model_config(model)
-        config = _read_json(path)
-        config = config.get("model_cfg", config)  # a bare model config, or an open_clip_config.json
-        missing = [k for k in ("embed_dim", "vision_cfg", "text_cfg") if k not in config]
-        if missing:
-            raise UsageError(f"--model {one_line(model)}: not an open_clip model config: {', '.join(missing)} missing")
-    refuse_coca(model, config)
-    if pretrained and ("/" in pretrained or pretrained.endswith((".pt", ".safetensors", ".bin", ".pth"))):
-        if not Path(pretrained).is_file():
-            raise UsageError(f"--pretrained {one_line(pretrained)}: no such file")
-
-
-def refuse_coca(model: str, config: dict[str, Any]) -> None:
-    """CoCa's caption decoder would stay untrained beside a contrastive loss alone: say so instead of half-training."""
-    if "multimodal_cfg" in config or model.lower().startswith("coca"):
-        raise UsageError(f"--model {one_line(model)}: CoCa models are not supported (mmclip trains the two contrastive "
-                         "towers, never a caption decoder); take a CLIP or SigLIP model")
-
-
-def find_model_config(model: str) -> Path:
-    """A model config JSON: a path, or the name of one in configs/models."""
-    for candidate in (Path(model), CONFIGS / "models" / model):
-        if candidate.is_file():
-            return candidate
-    shipped = ", ".join(sorted(p.name for p in (CONFIGS / "models").glob("*.json")))
-    raise UsageError(f"--model {one_line(model)}: no such file; shipped model configs: {shipped}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from None
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: a JSON object is expected, got {type(loaded).__name__}")
-    return loaded
 
 
 DESCRIPTION = """Train a CLIP whose embedding length may carry relevance, and compare both retrieval directions.

@@ -14,8 +14,12 @@ from mmclip.flags import flag, parse
 class EvaluateSettings:
     """Every flag of evaluate.py."""
 
-    model: str | None = flag(None, MODEL, "a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name "
-                             "or a model config JSON; may be left out where only finished runs are compared")
+    model: str | None = flag(
+        None,
+        MODEL,
+        "a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name "
+        "or a model config JSON; may be left out where only finished runs are compared",
+    )
     pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file, for a model name or JSON")
     data: str = flag(SCENES, DATA, "evaluation data: a folder in clip-benchmark's layout, shards, a CSV, or builtin:…")
     split: str | None = flag(None, DATA, "split of a folder [test, else val]")
@@ -27,12 +31,18 @@ class EvaluateSettings:
     workers: int = flag(2, RUN, "processes that read and decode images", metavar="N")
     precision: str = flag("fp32", RUN, "autocast of the encoders; scores are always float32", choices=PRECISIONS)
     device: str = flag("auto", RUN, "auto, cpu, cuda or cuda:N")
-    output: str | None = flag(None, RUN, "folder for results.json and per_query.npz [the run's folder, where --model "
-                              "is one]", metavar="DIR")
-    compare: list[str] | None = flag(None, RUN, "finished runs to set beside it, on the same data", type=str, nargs="+",
-                                     metavar="RUN")
-    control: str | None = flag(None, RUN, "the control run (same loss and seed, candidates normalized): was magnitude "
-                               "learned, is it useful?", metavar="RUN")
+    output: str | None = flag(
+        None, RUN, "folder for results.json and per_query.npz [the run's folder, where --model is one]", metavar="DIR"
+    )
+    compare: list[str] | None = flag(
+        None, RUN, "finished runs to set beside it, on the same data", type=str, nargs="+", metavar="RUN"
+    )
+    control: str | None = flag(
+        None,
+        RUN,
+        "the control run (same loss and seed, candidates normalized): was magnitude learned, is it useful?",
+        metavar="RUN",
+    )
     baseline: str | None = flag(None, RUN, "the sym/cosine run of that verdict", metavar="RUN")
     plot: str | None = flag(None, RUN, "write the trade-off picture of the compared runs here", metavar="PNG")
     seed: int = flag(0, RUN, "of the bootstrap")

@@ -1,112 +1,29 @@
-"""Pictures with captions, read from tar shards, a clip-benchmark folder or a CSV. Random access; no metrics.
+"""Pictures with captions, read from tar shards, a clip-benchmark folder or a CSV. No metrics.
 
-Captions are read when the data are opened (they are small), pictures when they are asked for. That makes exact
-shuffles, exact epochs with any number of workers, and exact resumption plain index arithmetic.
+Faults of the whole (a missing shard, a truncated tar, an empty split) are errors; faults of single samples are noted
+in ``skipped`` and the rest is used.
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
-import io
 import json
 import os
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from braceexpand import braceexpand
-from PIL import Image
 
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import nearest
+from mmclip.image_text import BadSample, CaptionTruth, ImageTextData, ImageTruth
 from mmclip.tarindex import MAX_CAPTION_BYTES, Sample, index_shard
 
-MAX_PIXELS = 100_000_000  # a larger picture is a fault, or an attack
-FORMS = ("a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or ROOT/SPLIT), a CSV, "
-         "builtin:scenes or builtin:scenes-uninformative")
-
-
-class BadSample(Exception):
-    """A sample that cannot be used: its key, the file it is in, and why."""
-
-    def __init__(self, key: str, where: str, reason: str) -> None:
-        super().__init__(key, where, reason)  # all three, so that it can cross a process boundary
-        self.key, self.where, self.reason = key, where, reason
-
-    def __str__(self) -> str:
-        return f"{one_line(self.key, 80)} in {one_line(self.where, 160)}: {one_line(self.reason, 160)}"
-
-
-@dataclass(frozen=True)
-class CaptionTruth:
-    """What is known of a caption: its level, and the keys of all images that it describes (None: its own)."""
-
-    level: str
-    relevant: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class ImageTruth:
-    """What is known of an image: its object count where told, and its captions' truth in their order."""
-
-    n_objects: int | None
-    captions: list[CaptionTruth]
-
-
-@dataclass
-class ImageTextData:
-    """N images with at least one caption each.
-
-    keys [N]; captions [N] lists; places [N]: (file, offset, size) of a picture, offset -1 for a file of its own;
-    truth [N] or None; skipped: samples left out when the data were opened.
-    """
-
-    path: str
-    split: str
-    keys: list[str]
-    captions: list[list[str]]
-    places: list[tuple[str, int, int]]
-    truth: list[ImageTruth] | None = None
-    skipped: list[BadSample] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def read_image(self, row: int) -> Image.Image:
-        """The picture of a row, decoded, in RGB. Errors: BadSample naming key, file and reason."""
-        path, offset, size = self.places[row]
-        try:
-            with open(path, "rb") as file:
-                if offset >= 0:
-                    file.seek(offset)
-                content = file.read(size) if offset >= 0 else file.read()
-            if not content:
-                raise ValueError("an empty picture, 0 bytes")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # decoders warn of odd metadata; what cannot be decoded raises
-                image = Image.open(io.BytesIO(content))
-                if image.width * image.height > MAX_PIXELS:
-                    raise ValueError(f"{image.width} x {image.height} pixels, above {MAX_PIXELS:,}")
-                return image.convert("RGB")
-        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, MemoryError) as error:
-            raise BadSample(self.keys[row], path, str(error)) from None
-
-    def subset(self, rows: Sequence[int]) -> ImageTextData:
-        """The data of some rows, in their order."""
-        truth = [self.truth[r] for r in rows] if self.truth is not None else None
-        return ImageTextData(self.path, self.split, [self.keys[r] for r in rows], [self.captions[r] for r in rows],
-                             [self.places[r] for r in rows], truth, self.skipped)
-
-    def fingerprint(self) -> str:
-        """16 hex digits of keys, captions and picture sizes: the same for a copy elsewhere, another for other data."""
-        digest = hashlib.sha256()
-        for key, captions, (path, offset, size) in zip(self.keys, self.captions, self.places, strict=True):
-            bytes_ = size if offset >= 0 else Path(path).stat().st_size if Path(path).exists() else -1
-            digest.update(json.dumps([key if offset >= 0 else Path(key).name, captions, bytes_]).encode())
-        return digest.hexdigest()[:16]
+FORMS = (
+    "a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or ROOT/SPLIT), a CSV, "
+    "builtin:scenes or builtin:scenes-uninformative"
+)
 
 
 def open_data(
@@ -123,8 +40,9 @@ def open_data(
     """
     path = builtin_folder(source) or Path(source)
     if "://" in source or source.startswith("pipe:"):
-        raise UsageError(f"{one_line(source)}: remote data are not read; copy the shards to a local folder. "
-                         f"Valid: {FORMS}")
+        raise UsageError(
+            f"{one_line(source)}: remote data are not read; copy the shards to a local folder. Valid: {FORMS}"
+        )
     if dataset_type == "csv" or (dataset_type == "auto" and path.suffix.lower() in (".csv", ".tsv")):
         return _open_csv(path, img_key, caption_key, separator)
     if path.is_dir():
@@ -164,8 +82,9 @@ def builtin_folder(source: str) -> Path | None:
 
     variant = source.removeprefix("builtin:")
     if variant not in VARIANTS:
-        raise UsageError(f"{one_line(source)}: unknown built-in data; valid: "
-                         + ", ".join(f"builtin:{v}" for v in VARIANTS))
+        raise UsageError(
+            f"{one_line(source)}: unknown built-in data; valid: " + ", ".join(f"builtin:{v}" for v in VARIANTS)
+        )
     return build_scenes(Path(os.environ.get("MMCLIP_DATA", "data")), variant)
 
 
@@ -182,8 +101,10 @@ def _shards_of(folder: Path) -> list[Path]:
     missing = [p.name for p in expected if p not in there]
     extra = [p.name for p in there if p not in expected]
     if missing or extra:
-        raise UsageError(f"{count_file} says {text} shards (0.tar to {int(text) - 1}.tar); missing: "
-                         f"{', '.join(missing[:3]) or 'none'}; not counted: {', '.join(extra[:3]) or 'none'}")
+        raise UsageError(
+            f"{count_file} says {text} shards (0.tar to {int(text) - 1}.tar); missing: "
+            f"{', '.join(missing[:3]) or 'none'}; not counted: {', '.join(extra[:3]) or 'none'}"
+        )
     return expected
 
 
@@ -236,10 +157,11 @@ def _captions(text: bytes | None) -> tuple[list[str], str | None]:
     return (lines, None) if lines else ([], "no caption: KEY.txt is empty")
 
 
-def _finish(data: ImageTextData, path: str) -> None:
+def _finish(data: ImageTextData, path: str) -> ImageTextData:
     if not data.keys:
         first = f"; first of {len(data.skipped)} skipped: {data.skipped[0]}" if data.skipped else ""
         raise UsageError(f"{one_line(path)} [{data.split}]: empty: no picture with a caption{first}")
+    return data
 
 
 def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
@@ -254,10 +176,12 @@ def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
             by_key[entry["key"]] = ImageTruth(entry.get("n_objects"), captions)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}, line {number}: not a truth of an image: {one_line(error)}") from None
-    for key, captions in zip(data.keys, data.captions, strict=True):
-        if key not in by_key or len(by_key[key].captions) != len(captions):
-            raise UsageError(f"{path}: not aligned with the shards: {one_line(key)} has {len(captions)} captions, "
-                             f"{len(by_key[key].captions) if key in by_key else 'no line'} there")
+    for key, own in zip(data.keys, data.captions, strict=True):
+        if key not in by_key or len(by_key[key].captions) != len(own):
+            raise UsageError(
+                f"{path}: not aligned with the shards: {one_line(key)} has {len(own)} captions, "
+                f"{len(by_key[key].captions) if key in by_key else 'no line'} there"
+            )
     return [by_key[key] for key in data.keys]
 
 
@@ -285,8 +209,7 @@ def _open_csv(path: Path, img_key: str, caption_key: str, separator: str) -> Ima
         # open_clip reads paths from where it runs; a path beside the CSV is what a moved data set has
         place = Path(key) if Path(key).is_absolute() or Path(key).exists() else path.parent / key
         data.places.append((str(place), -1, 0))
-    _finish(data, str(path))
-    return data
+    return _finish(data, str(path))
 
 
 def _csv_rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -296,9 +219,11 @@ def _csv_rows(path: Path, img_key: str, caption_key: str, separator: str) -> Ite
             columns = list(reader.fieldnames or [])
             for wanted, flag in ((img_key, "--csv-img-key"), (caption_key, "--csv-caption-key")):
                 if wanted not in columns:
-                    raise UsageError(f"{path}: no column {one_line(wanted)!r} ({flag}){nearest(wanted, columns)}; "
-                                     f"with --csv-separator {separator!r} its columns are: "
-                                     f"{one_line(', '.join(columns) or 'none, the file is empty', 160)}")
+                    raise UsageError(
+                        f"{path}: no column {one_line(wanted)!r} ({flag}){nearest(wanted, columns)}; "
+                        f"with --csv-separator {separator!r} its columns are: "
+                        f"{one_line(', '.join(columns) or 'none, the file is empty', 160)}"
+                    )
             for row in reader:
                 yield reader.line_num, row
     except (UnicodeDecodeError, csv.Error) as error:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from mmclip.config import TrainSettings
 from mmclip.config_evaluate import EvaluateSettings
-from mmclip.data import ImageTextData, builtin_folder, find_split, open_data
+from mmclip.data import builtin_folder, find_split, open_data
 from mmclip.errors import UsageError, one_line
+from mmclip.image_text import ImageTextData
 
 DISTRACTORS = "distractors"  # a split whose pictures and captions match nothing
 
@@ -21,14 +22,18 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
     data = _open(settings, settings.train_data, settings.train_split, "train")
     if settings.train_num_samples is not None:
         if settings.train_num_samples > len(data):
-            raise UsageError(f"--train-num-samples {settings.train_num_samples}: {one_line(data.path)} holds only "
-                             f"{len(data)} images")
+            raise UsageError(
+                f"--train-num-samples {settings.train_num_samples}: {one_line(data.path)} holds only {len(data)} images"
+            )
         data = data.subset(range(settings.train_num_samples))
     if settings.val_data == "none":
         return data, None, None
     if settings.val_data is not None:
-        return data, _open(settings, settings.val_data, settings.val_split, "eval"), \
-            _distractors(settings, settings.val_data)
+        return (
+            data,
+            _open(settings, settings.val_data, settings.val_split, "eval"),
+            _distractors(settings, settings.val_data),
+        )
     root = builtin_folder(settings.train_data) or Path(settings.train_data)
     found = find_split(root, settings.val_split, "eval") if root.is_dir() else None
     if found is None or found.name == data.split:
@@ -42,8 +47,15 @@ def open_evaluation(settings: EvaluateSettings) -> tuple[ImageTextData, ImageTex
 
 
 def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | None, purpose: str) -> ImageTextData:
-    return open_data(source, split, purpose, settings.dataset_type, settings.csv_img_key, settings.csv_caption_key,
-                     settings.csv_separator)
+    return open_data(
+        source,
+        split,
+        purpose,
+        settings.dataset_type,
+        settings.csv_img_key,
+        settings.csv_caption_key,
+        settings.csv_separator,
+    )
 
 
 def _distractors(settings: TrainSettings | EvaluateSettings, source: str) -> ImageTextData | None:

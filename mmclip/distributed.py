@@ -53,8 +53,7 @@ def barrier() -> None:
 
 def gather_ids(ids: Tensor) -> Tensor:
     """Ids of all ranks in rank order: [B_r] -> [sum of B_r]. Ranks may hold different numbers of rows."""
-    rank, size = world()
-    if size == 1:
+    if world()[1] == 1:
         return ids
     return torch.cat(_all_gather(ids)[0])
 
@@ -81,7 +80,7 @@ def average_(gradients: list[Tensor]) -> None:
 
 
 def _all_gather(rows: Tensor) -> tuple[list[Tensor], list[int]]:
-    rank, size = world()
+    size = world()[1]
     counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     lengths = [int(c) for c in counts]

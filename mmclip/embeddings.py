@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mmclip.build import Model
-from mmclip.data import ImageTextData
 from mmclip.errors import UsageError, one_line
+from mmclip.image_text import ImageTextData
 from mmclip.loader import iterate_images, iterate_texts
 from mmclip.runlog import progress_bar
 
@@ -39,7 +39,11 @@ class Runner:
 
     @torch.no_grad()
     def images(
-        self, encode: Encode, data: ImageTextData, transform: Callable[[object], Tensor], rows: range | None = None,
+        self,
+        encode: Encode,
+        data: ImageTextData,
+        transform: Callable[[object], Tensor],
+        rows: range | None = None,
         label: str = "images",
     ) -> tuple[Tensor, dict[int, str]]:
         """([N, W] float32 on the CPU, {row: why}) for all images of ``data`` or those of ``rows``.
@@ -55,7 +59,7 @@ class Runner:
             for batch_rows, images, failed in iterate_images(data, transform, self.batch_size, self.workers, rows):
                 for row, sample in failed:
                     bad[row] = f"{one_line(sample.key, 80)} in {one_line(sample.where, 120)}: {one_line(sample.reason)}"
-                if len(batch_rows):
+                if images is not None:
                     with self.autocast():
                         features = encode(images.to(self.device, non_blocking=True)).float().cpu()
                     if out is None:
@@ -64,13 +68,16 @@ class Runner:
                 bar.advance(task, len(batch_rows) + len(failed))
         self._say(f"{label}: {len(rows)} done")
         if out is None:
-            raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: "
-                             f"{next(iter(bad.values()), 'the split is empty')}")
+            raise UsageError(
+                f"{one_line(data.path)}: none of {len(rows)} images can be read; first: "
+                f"{next(iter(bad.values()), 'the split is empty')}"
+            )
         return out, bad
 
     @torch.no_grad()
-    def texts(self, encode: Encode, captions: Sequence[str], tokenize: Callable[[list[str]], Tensor],
-              label: str = "captions") -> Tensor:
+    def texts(
+        self, encode: Encode, captions: Sequence[str], tokenize: Callable[[list[str]], Tensor], label: str = "captions"
+    ) -> Tensor:
         """[M, W] float32 on the CPU, a row a caption."""
         parts: list[Tensor] = []
         with progress_bar() as bar:

@@ -10,10 +10,10 @@ import torch
 
 from mmclip import metrics
 from mmclip.build import Model
-from mmclip.data import ImageTextData
 from mmclip.embeddings import Embeddings, Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.evaluation import EvalData
+from mmclip.image_text import ImageTextData
 from mmclip.retrieval import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 from mmclip.sources import Source
@@ -29,7 +29,11 @@ class EvalSource:
 
     @classmethod
     def open(
-        cls, data: ImageTextData, distractors: ImageTextData | None, model: Model, runner: Runner,
+        cls,
+        data: ImageTextData,
+        distractors: ImageTextData | None,
+        model: Model,
+        runner: Runner,
         cache_dir: Path | None,
     ) -> EvalSource:
         main = Source.open(data, model, runner, cache_dir, "evaluation")

@@ -54,12 +54,16 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     output = Path(settings.output) if settings.output else folder
     device = distributed.start(settings.device)
     data, distractors = open_evaluation(settings)
-    print(f"evaluating on {len(data):,} images of {one_line(data.path)} [{data.split}]"
-          + (f" and {len(distractors):,} distractors" if distractors else ""), file=sys.stderr)
+    print(
+        f"evaluating on {len(data):,} images of {one_line(data.path)} [{data.split}]"
+        + (f" and {len(distractors):,} distractors" if distractors else ""),
+        file=sys.stderr,
+    )
     model = load_model(settings.model, settings.pretrained)
     model.towers.to(device)
-    runner = Runner(device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size,
-                    settings.workers)
+    runner = Runner(
+        device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size, settings.workers
+    )
     source = EvalSource.open(data, distractors, model, runner, None)
     about: dict[str, Any] = {"trained_with": model.facts, "versions": facts.versions()}
     native = facts.native_exponents(model.facts)

@@ -37,8 +37,13 @@ def finish(trainer: Trainer) -> Results | None:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
         return None
     results = evaluate_source(
-        trainer.val_source, trainer.model, trainer.runner, facts.native_exponents(trained), settings.model,
-        {"trained_with": trained, "seed": settings.seed, "versions": facts.versions()}, settings.seed,
+        trainer.val_source,
+        trainer.model,
+        trainer.runner,
+        facts.native_exponents(trained),
+        settings.model,
+        {"trained_with": trained, "seed": settings.seed, "versions": facts.versions()},
+        settings.seed,
     )
     save_results(results, trainer.folder)
     name = trainer.folder.name
@@ -50,7 +55,13 @@ def finish(trainer: Trainer) -> Results | None:
 
 
 def evaluate_source(
-    source: EvalSource, model: Model, runner: Runner, native: Exponents, model_name: str, about: dict[str, Any], seed: int
+    source: EvalSource,
+    model: Model,
+    runner: Runner,
+    native: Exponents,
+    model_name: str,
+    about: dict[str, Any],
+    seed: int,
 ) -> Results:
     """Encode an evaluation set once and evaluate it."""
     data = source.eval_data(model, runner)

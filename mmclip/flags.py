@@ -78,19 +78,26 @@ def build_parser(settings: type[Any], description: str, examples: str, has_confi
     groups: dict[str, Any] = {}
     if has_config:
         groups["run"] = parser.add_argument_group("run")
-        groups["run"].add_argument("--config", metavar="YAML", help="settings file: any flag by name; flags override it")
+        groups["run"].add_argument(
+            "--config", metavar="YAML", help="settings file: any flag by name; flags override it"
+        )
     for field in dataclasses.fields(settings):
         meta = field.metadata
-        group = groups.get(meta["group"]) or groups.setdefault(
-            meta["group"], parser.add_argument_group(meta["group"])
-        )
-        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meta["help"].replace("%", "%%"), "dest": field.name}
+        group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        kwargs: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": meta["help"].replace("%", "%%"),
+            "dest": field.name,
+        }
         if isinstance(field.default, bool):
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
             kwargs |= {"type": meta["type"], "metavar": meta["metavar"]}
             if meta["choices"]:
-                kwargs |= {"choices": meta["choices"], "metavar": meta["metavar"] or "{" + ",".join(meta["choices"]) + "}"}
+                kwargs |= {
+                    "choices": meta["choices"],
+                    "metavar": meta["metavar"] or "{" + ",".join(meta["choices"]) + "}",
+                }
             if meta["nargs"]:
                 kwargs["nargs"] = meta["nargs"]
         action = group.add_argument(_flag_name(field), **kwargs)
@@ -116,7 +123,9 @@ def parse(
     if unknown:
         valid = [o for a in parser._actions for o in a.option_strings]
         word = next((u for u in unknown if u.startswith("-")), unknown[0])
-        raise UsageError(f"unknown argument {one_line(word)!r}{nearest(word.split('=')[0], valid)} (--help lists them all)")
+        raise UsageError(
+            f"unknown argument {one_line(word)!r}{nearest(word.split('=')[0], valid)} (--help lists them all)"
+        )
     flags = vars(given)
     values: dict[str, Any] = {}
     config = flags.pop("config", None)

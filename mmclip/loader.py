@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mmclip.data import BadSample, ImageTextData
 from mmclip.errors import UsageError, one_line
+from mmclip.image_text import BadSample, ImageTextData
 
 Transform = Callable[[Any], Tensor]
 Tokenize = Callable[[list[str]], Tensor]
@@ -110,8 +110,12 @@ class TrainBatches:
         ]
         dataset = _TrainDataset(self, epoch, steps)
         loader = DataLoader(
-            dataset, batch_size=None, shuffle=False, num_workers=self.workers if self.transform else 0,
-            prefetch_factor=4 if self.workers and self.transform else None, generator=torch.Generator(),
+            dataset,
+            batch_size=None,
+            shuffle=False,
+            num_workers=self.workers if self.transform else 0,
+            prefetch_factor=4 if self.workers and self.transform else None,
+            generator=torch.Generator(),
         )
         yield from loader
 
@@ -127,15 +131,23 @@ class _TrainDataset(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         o = self.order
-        rows, images, bad = self.steps[step], None, []
+        rows, images = self.steps[step], None
+        bad: list[BadSample] = []
         if o.transform is not None:
             seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
             rows, images, bad = read_images(o.data, rows, o.transform, seeds)
         flat = [int(o.first_caption[r]) + o.caption_of(self.epoch, r) for r in rows]
         captions = [o.data.captions[r][f - int(o.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
         tokens = o.tokenize(captions) if o.tokenize is not None and captions else None
-        return Batch(images, tokens, torch.tensor(rows, dtype=torch.long), torch.tensor(flat, dtype=torch.long),
-                     o.text_ids[flat], [o.data.keys[r] for r in rows], bad)
+        return Batch(
+            images,
+            tokens,
+            torch.tensor(rows, dtype=torch.long),
+            torch.tensor(flat, dtype=torch.long),
+            o.text_ids[flat],
+            [o.data.keys[r] for r in rows],
+            bad,
+        )
 
 
 def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
@@ -145,7 +157,10 @@ def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
 
 
 def read_images(
-    data: ImageTextData, rows: Sequence[int], transform: Transform, seeds: Sequence[np.random.SeedSequence] | None = None
+    data: ImageTextData,
+    rows: Sequence[int],
+    transform: Transform,
+    seeds: Sequence[np.random.SeedSequence] | None = None,
 ) -> tuple[list[int], Tensor | None, list[BadSample]]:
     """(rows that could be read, their pictures [B, 3, H, W] or None for no row, the bad ones).
 
@@ -172,7 +187,7 @@ def read_images(
     return good, torch.stack(images) if images else None, bad
 
 
-class _RowDataset(Dataset[tuple[Tensor, Tensor | None, list[BadSample]]]):
+class _RowDataset(Dataset[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]):
     def __init__(self, data: ImageTextData, batches: list[list[int]], transform: Transform) -> None:
         self.data, self.batches, self.transform = data, batches, transform
 
@@ -191,8 +206,9 @@ def iterate_images(
     """Images in row order, each once: (rows [B], pictures [B, 3, H, W] or None where B = 0, [(row, BadSample)])."""
     rows = range(len(data)) if rows is None else rows
     batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
-    yield from DataLoader(_RowDataset(data, batches, transform), batch_size=None, num_workers=workers,
-                          generator=torch.Generator())
+    yield from DataLoader(
+        _RowDataset(data, batches, transform), batch_size=None, num_workers=workers, generator=torch.Generator()
+    )
 
 
 def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) -> Iterator[Tensor]:

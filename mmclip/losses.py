@@ -11,7 +11,7 @@ lambda = 1/2, ``asym-i2t`` lambda = 1, ``asym-t2i`` lambda = 0. Text retrieval i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from mmclip.similarity import SCALE_INIT, SCALE_MAX, Direction, Normalization, R
 LOSS_WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # name -> lambda, the weight of i2t
 
 
-class Positives(str, Enum):
+class Positives(StrEnum):
     """What to do with known positives other than the pair itself: another caption of the image, an exact duplicate."""
 
     MASK = "mask"  # leave them out of the denominator

@@ -61,8 +61,10 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     """
     steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps and steps >= total_steps:
-        raise UsageError(f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps; "
-                         "the learning rate would never reach its peak")
+        raise UsageError(
+            f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps; "
+            "the learning rate would never reach its peak"
+        )
     return steps
 
 

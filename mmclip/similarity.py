@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ T = TypeVar("T")
 TINY = 1e-12  # the smallest norm divided by; a zero vector scores 0 everywhere instead of NaN
 
 
-class Direction(str, Enum):
+class Direction(StrEnum):
     """Who asks: the side that holds the queries and the side that holds the documents."""
 
     I2T = "i2t"
@@ -72,7 +72,7 @@ class Exponents(NamedTuple):
     gamma_d: float | Tensor
 
 
-class Normalization(str, Enum):
+class Normalization(StrEnum):
     """The five normalizations; ``exponents`` holds the fixed ones."""
 
     COSINE = "cosine"

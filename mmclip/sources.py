@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,8 @@ from torch import Tensor
 from mmclip import distributed
 from mmclip.build import Model
 from mmclip.config import TrainSettings, parse_aug_cfg
-from mmclip.data import ImageTextData, open_data
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
-from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import EvalData
+from mmclip.image_text import ImageTextData
 from mmclip.loader import Batch, TrainBatches
 from mmclip.trunk_cache import cached_trunk
 
@@ -106,6 +103,7 @@ class Source:
     @torch.no_grad()
     def _through_head(self, side: str, model: Model, runner: Runner) -> Tensor:
         with runner.autocast():
-            parts = [model.towers.head(side, rows.to(runner.device)).float().cpu()
-                     for rows in self.cached[side].split(4096)]
+            parts = [
+                model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in self.cached[side].split(4096)
+            ]
         return torch.cat(parts)

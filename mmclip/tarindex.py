@@ -39,8 +39,10 @@ def index_shard(path: Path) -> list[Sample]:
             for member in tar:
                 end = max(end, member.offset_data + (member.size if member.isreg() else 0))
                 if end > size:
-                    raise UsageError(f"{path}: truncated: its member {one_line(member.name, 80)} ends at byte {end:,} "
-                                     f"of a file of {size:,}")
+                    raise UsageError(
+                        f"{path}: truncated: its member {one_line(member.name, 80)} ends at byte {end:,} "
+                        f"of a file of {size:,}"
+                    )
                 if member.isreg():
                     _add_member(samples, tar, member, str(path))
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:

@@ -25,6 +25,8 @@ class Towers(nn.Module):
     model_cfg is open_clip's model config (embed_dim, vision_cfg, text_cfg), kept for the export.
     """
 
+    clip: Any  # open_clip's CLIP or CustomTextCLIP, whose parts differ too much for one type
+
     def __init__(self, clip: nn.Module, model_cfg: dict[str, Any]) -> None:
         super().__init__()
         self.clip = clip
@@ -41,7 +43,7 @@ class Towers(nn.Module):
         return int(self.model_cfg["embed_dim"])
 
     @property
-    def text_module(self) -> nn.Module:
+    def text_module(self) -> Any:
         """The module that holds the text projection: CustomTextCLIP's text tower, or CLIP itself."""
         return getattr(self.clip, "text", None) or self.clip
 
@@ -73,7 +75,7 @@ class Towers(nn.Module):
 
     # --- trunk and head -------------------------------------------------------------------------------------------
 
-    def _head_owner(self, side: str) -> tuple[nn.Module, str]:
+    def _head_owner(self, side: str) -> tuple[Any, str]:
         """The module that owns a side's projection head and the head's attribute name.
 
         Errors: UsageError for a tower whose projection cannot be told from its trunk.
@@ -124,7 +126,9 @@ class Towers(nn.Module):
         for side, locked in self.locked.items():
             if locked:
                 head = self.head_parameter_names(side)
-                names |= {n for n in self.state_dict() if n not in head and n.startswith("clip.visual.") == (side == "image")}
+                names |= {
+                    n for n in self.state_dict() if n not in head and n.startswith("clip.visual.") == (side == "image")
+                }
         return names - {"clip.logit_scale", "clip.logit_bias"}
 
     def train(self, mode: bool = True) -> Towers:
@@ -156,6 +160,9 @@ class Towers(nn.Module):
             return owner.trunk(inputs)
         if hasattr(owner, "pooler"):  # Hugging Face
             mask = (inputs != owner.config.pad_token_id).long()
+            # Columns that are padding in every row change nothing but cost as much as words: most captions are short.
+            used = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
+            inputs, mask = inputs[:, :used], mask[:, :used]
             return owner.pooler(owner.transformer(input_ids=inputs, attention_mask=mask), mask)
         with self._without_projection(side):
             return self._encode(side, inputs)

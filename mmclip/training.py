@@ -1,4 +1,4 @@
-"""Assembles a training run and runs it; no mathematics lives here.
+"""The training loop; no mathematics lives here.
 
 batch -> towers (raw features) -> gather over ranks -> directional loss (roles, normalize, scores, cross-entropy) ->
 gradients. Every random draw follows from (seed, rank, step), so a run is reproducible and resumes without stored
@@ -7,7 +7,6 @@ random states.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
 from mmclip import checkpoints, distributed
-from mmclip.build import Model, build_model
+from mmclip.build import Model
 from mmclip.config import TrainSettings
-from mmclip.datasets import open_training
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
 from mmclip.facts import main_direction
-from mmclip.loader import Batch, steps_per_epoch
+from mmclip.loader import Batch
 from mmclip.losses import ContrastiveLoss, clip_loss
 from mmclip.optimization import build_optimizer, learning_rate_factor, set_learning_rate, warmup_steps
 from mmclip.runlog import RunLog
@@ -34,15 +31,33 @@ from mmclip.similarity import SCALE_INIT, Direction, magnitude
 from mmclip.sources import Source
 
 # Settings that may differ between a run and its continuation: they change what is written or how fast, not the result.
-FREE_TO_CHANGE = {"resume", "logs", "name", "workers", "log_every_n_steps", "val_steps", "save_steps", "report_to",
-                  "compare", "device", "cache_dir", "torchcompile", "grad_checkpointing"}
+FREE_TO_CHANGE = {
+    "resume",
+    "logs",
+    "name",
+    "workers",
+    "log_every_n_steps",
+    "val_steps",
+    "save_steps",
+    "report_to",
+    "compare",
+    "device",
+    "cache_dir",
+    "torchcompile",
+    "grad_checkpointing",
+}
 
 
 class Trainer:
     """One run: ``train()`` goes to its end; ``step`` counts optimizer steps done."""
 
     def __init__(
-        self, settings: TrainSettings, folder: Path, model: Model, source: Source, val_source: EvalSource | None,
+        self,
+        settings: TrainSettings,
+        folder: Path,
+        model: Model,
+        source: Source,
+        val_source: EvalSource | None,
         runner: Runner,
     ) -> None:
         self.settings, self.folder, self.model, self.runner = settings, folder, model, runner
@@ -87,7 +102,7 @@ class Trainer:
 
     def train_step(self, batch: Batch, log: bool) -> dict[str, float]:
         """One optimizer step; returns the numbers to log (none where ``log`` is False)."""
-        torch.manual_seed(_seed_of(self.settings.seed, self.rank, self.step))
+        torch.manual_seed(seed_of(self.settings.seed, self.rank, self.step))
         set_learning_rate(self.optimizer, learning_rate_factor(self.step, self.warmup, self.total_steps))
         self.optimizer.zero_grad(set_to_none=True)
         sides = self.forward(batch)
@@ -138,8 +153,9 @@ class Trainer:
 
     def train(self) -> None:
         settings = self.settings
-        log = RunLog(self.folder if self.rank == 0 else None, self.total_steps, self.step,
-                     settings.report_to == "tensorboard")
+        log = RunLog(
+            self.folder if self.rank == 0 else None, self.total_steps, self.step, settings.report_to == "tensorboard"
+        )
         val_steps = settings.val_steps or self.batches.steps_per_epoch
         save_steps = settings.save_steps or self.batches.steps_per_epoch
         try:
@@ -154,12 +170,17 @@ class Trainer:
                 seen += len(batch.image_id) * self.ranks
                 if numbers.get("loss") is not None:
                     elapsed = time.perf_counter() - since
-                    numbers |= {"epoch": (self.step - 1) // self.batches.steps_per_epoch,
-                                "samples_per_second": seen / elapsed, "data_wait": waited / elapsed}
+                    numbers |= {
+                        "epoch": (self.step - 1) // self.batches.steps_per_epoch,
+                        "samples_per_second": seen / elapsed,
+                        "data_wait": waited / elapsed,
+                    }
                     log.write(self.step, numbers)
                     seen, since, waited = 0, time.perf_counter(), 0.0
-                    note = (f"loss {numbers['loss']:.3f}  |image| {numbers['norm_image_mean']:.3g}"
-                            f"  |text| {numbers['norm_text_mean']:.3g}  {numbers['samples_per_second']:.0f}/s")
+                    note = (
+                        f"loss {numbers['loss']:.3f}  |image| {numbers['norm_image_mean']:.3g}"
+                        f"  |text| {numbers['norm_text_mean']:.3g}  {numbers['samples_per_second']:.0f}/s"
+                    )
                 log.show(self.step, note)
                 if self.step == self.total_steps:
                     break
@@ -192,17 +213,21 @@ class Trainer:
         for sample in batch.bad:
             if sample.key not in self.bad:
                 self.bad[sample.key] = f"{sample.where}: {sample.reason}"
-                log.say(f"skipped {one_line(sample.key, 80)} in {one_line(sample.where, 120)}: "
-                        f"{one_line(sample.reason, 120)} ({len(self.bad)} so far)")
+                log.say(
+                    f"skipped {one_line(sample.key, 80)} in {one_line(sample.where, 120)}: "
+                    f"{one_line(sample.reason, 120)} ({len(self.bad)} so far)"
+                )
 
     def validate(self, log: RunLog) -> None:
         """Both directions on the validation data, natively and by cosine; rank 0 works, the others wait."""
         if self.rank == 0 and self.val_source is not None:
             numbers = self.val_source.quick_numbers(self.model, self.loss.similarity.exponents, self.runner)
             log.write(self.step, numbers)
-            log.say(f"step {self.step}: validation success@1  i2t {numbers['val_i2t_success@1_native']:.3f}  "
-                    f"t2i {numbers['val_t2i_success@1_native']:.3f}   by cosine  "
-                    f"{numbers['val_i2t_success@1_cosine']:.3f}  {numbers['val_t2i_success@1_cosine']:.3f}")
+            log.say(
+                f"step {self.step}: validation success@1  i2t {numbers['val_i2t_success@1_native']:.3f}  "
+                f"t2i {numbers['val_t2i_success@1_native']:.3f}   by cosine  "
+                f"{numbers['val_i2t_success@1_cosine']:.3f}  {numbers['val_t2i_success@1_cosine']:.3f}"
+            )
         distributed.barrier()
 
     # --- saving ---------------------------------------------------------------------------------------------------
@@ -233,8 +258,9 @@ class Trainer:
         now = self.settings.to_dict()
         changed = [k for k, v in state["settings"].items() if k not in FREE_TO_CHANGE and now.get(k) != v]
         if changed:
-            told = ", ".join(f"{k} was {one_line(state['settings'][k], 60)}, is {one_line(now.get(k), 60)}"
-                             for k in changed)
+            told = ", ".join(
+                f"{k} was {one_line(state['settings'][k], 60)}, is {one_line(now.get(k), 60)}" for k in changed
+            )
             raise UsageError(f"--resume {path}: other settings than the run's: {told}")
         if state["data"] != self.data_key:
             raise UsageError(f"--resume {path}: the training data are not the run's")
@@ -249,87 +275,17 @@ class Trainer:
 def build_loss(settings: TrainSettings, model: Model) -> ContrastiveLoss:
     """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
     scale = settings.logit_scale_init or model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
-    return clip_loss(settings.loss, settings.norm, settings.i2t_weight, settings.positives,
-                     min(scale, settings.logit_scale_max), settings.logit_scale_max, settings.gamma_init)
+    return clip_loss(
+        settings.loss,
+        settings.norm,
+        settings.i2t_weight,
+        settings.positives,
+        min(scale, settings.logit_scale_max),
+        settings.logit_scale_max,
+        settings.gamma_init,
+    )
 
 
-def _seed_of(*numbers: int) -> int:
+def seed_of(*numbers: int) -> int:
     """A 63-bit seed from whole numbers; numpy's SeedSequence mixes neighbouring ones well."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
-
-
-def run_name(settings: TrainSettings) -> str:
-    return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
-
-
-def open_folder(settings: TrainSettings) -> Path:
-    """The run's folder. Errors: UsageError where it holds a run already and this is not its continuation."""
-    folder = Path(settings.logs) / run_name(settings)
-    if settings.resume is None and folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
-    return folder
-
-
-def train(settings: TrainSettings) -> Path:
-    """Train, export and evaluate as the settings say; returns the run's folder. Errors: UsageError, one line."""
-    device = distributed.start(settings.device)
-    try:
-        return _train(settings, device)
-    finally:
-        distributed.stop()
-
-
-def _train(settings: TrainSettings, device: torch.device) -> Path:
-    folder = open_folder(settings)
-    checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
-    torch.manual_seed(_seed_of(settings.seed))
-    data, val_data, distractors = open_training(settings)
-    rank, ranks = distributed.world()
-    steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last)  # refused before a model loads
-    model = build_model(
-        settings.model, settings.pretrained, settings.image_trunk, settings.text_trunk, settings.pretrained_image,
-        settings.pretrained_text, settings.force_image_size, settings.force_context_length,
-    )
-    for side, locked in (("image", settings.lock_image), ("text", settings.lock_text)):
-        if locked:
-            model.towers.lock(side)
-    model.towers.to(device)
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
-    cache_dir = Path(settings.cache_dir) if settings.cache_features else None
-    source = Source.open(data, model, runner, cache_dir, "training")
-    val_source = EvalSource.open(val_data, distractors, model, runner, cache_dir) if val_data else None
-    trainer = Trainer(settings, folder, model, source, val_source, runner)
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    if rank == 0:
-        checkpoints.write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
-        _introduce(trainer)
-    trainer.train()
-    if rank == 0:
-        from mmclip.finish import finish  # after training: plotting and tables are not needed before
-
-        finish(trainer)
-    distributed.barrier()
-    return folder
-
-
-def precision(settings: TrainSettings, device: torch.device) -> str:
-    """'auto' resolved: bf16 autocast where CUDA makes it fast, float32 on a CPU, where it is six times slower."""
-    if settings.precision == "auto":
-        return "amp_bf16" if device.type == "cuda" else "fp32"
-    return settings.precision
-
-
-def _introduce(trainer: Trainer) -> None:
-    """What is about to happen, in three lines, before the first step."""
-    settings, data = trainer.settings, trainer.source.data
-    trained = sum(p.numel() for p in trainer.towers.parameters() if p.requires_grad)
-    val = trainer.val_source.main.data if trainer.val_source else None
-    print(f"{settings.loss} loss, {settings.norm} normalization -> {trainer.folder}", file=sys.stderr)
-    print(f"{len(data):,} images of {one_line(data.path)} [{data.split}]; "
-          + (f"evaluation on {len(val):,} of {one_line(val.path)} [{val.split}]" if val else "no evaluation data"),
-          file=sys.stderr)
-    print(f"{settings.model}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
-          f"{settings.batch_size * trainer.ranks} on {trainer.device}", file=sys.stderr, flush=True)

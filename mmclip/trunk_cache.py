@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmclip.build import Model
-from mmclip.data import ImageTextData
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
+from mmclip.image_text import ImageTextData
 
 PART_ROWS = {"image": 512, "text": 4096}
 
@@ -86,6 +86,7 @@ def _load_or_run(
         os.replace(partial, path)  # last: a part counts once it stands under its name
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UsageError(f"{path}: cannot be written: {error.strerror}; free some space or name another --cache-dir") \
-            from None
+        raise UsageError(
+            f"{path}: cannot be written: {error.strerror}; free some space or name another --cache-dir"
+        ) from None
     return features, bad

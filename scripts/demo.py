@@ -26,8 +26,12 @@ RUNS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=("scenes", "scenes-uninformative"), default="scenes",
-                        help="scenes-uninformative: nothing about a caption or picture alone predicts relevance")
+    parser.add_argument(
+        "--variant",
+        choices=("scenes", "scenes-uninformative"),
+        default="scenes",
+        help="scenes-uninformative: nothing about a caption or picture alone predicts relevance",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, default=ROOT / "logs", help="the runs land in LOGS/demo-VARIANT-seedN/")
     arguments = parser.parse_args()
@@ -38,11 +42,30 @@ def main() -> None:
     data = f"builtin:{arguments.variant}"
     for i, (name, flags) in enumerate(RUNS.items(), start=1):
         print(f"\n=== {i} of {len(RUNS)}: {name}: {' '.join(flags)}", file=sys.stderr, flush=True)
-        call("train_clip.py", "--train-data", data, *flags, "--seed", str(arguments.seed),
-             "--logs", str(logs), "--name", name)
+        call(
+            "train_clip.py",
+            "--train-data",
+            data,
+            *flags,
+            "--seed",
+            str(arguments.seed),
+            "--logs",
+            str(logs),
+            "--name",
+            name,
+        )
     print("\n=== side by side; every difference is against the first row\n", flush=True)
-    call("evaluate.py", "--compare", *(str(logs / name) for name in RUNS), "--control", str(logs / "control"),
-         "--baseline", str(logs / "baseline"), "--plot", str(logs / "tradeoff.png"))
+    call(
+        "evaluate.py",
+        "--compare",
+        *(str(logs / name) for name in RUNS),
+        "--control",
+        str(logs / "control"),
+        "--baseline",
+        str(logs / "baseline"),
+        "--plot",
+        str(logs / "tradeoff.png"),
+    )
 
 
 def call(script: str, *arguments: str) -> None:

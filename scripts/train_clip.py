@@ -10,7 +10,7 @@ from mmclip.flags import run_script
 
 def main() -> None:
     settings = parse_train()
-    from mmclip.training import train  # after the flags are known to be right: importing torch takes seconds
+    from mmclip.run import train  # after the flags are known to be right: importing torch takes seconds
 
     train(settings)
 

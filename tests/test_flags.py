@@ -117,7 +117,10 @@ def test_help_is_quick_grouped_and_teaches(root: Path) -> None:
     ).stdout
     loaded = subprocess.run(
         [sys.executable, "-c", "import sys, mmclip.config; print('torch' in sys.modules)"],
-        cwd=root, capture_output=True, text=True, check=True,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     assert time.monotonic() - started < 30, "two cold starts; --help itself must not wait for torch"
     assert loaded == "False"

@@ -10,8 +10,13 @@ from tests.tiny import MODEL as NATIVE
 
 TIMM = {
     "embed_dim": 16,
-    "vision_cfg": {"timm_model_name": "test_efficientnet", "timm_pool": "avg", "timm_proj": "mlp", "timm_drop": 0.5,
-                   "image_size": 32},
+    "vision_cfg": {
+        "timm_model_name": "test_efficientnet",
+        "timm_pool": "avg",
+        "timm_proj": "mlp",
+        "timm_drop": 0.5,
+        "image_size": 32,
+    },
     "text_cfg": NATIVE["text_cfg"],
     "custom_text": True,
 }
@@ -31,7 +36,9 @@ def build(tmp_path):  # type: ignore[no-untyped-def]
 
 
 def inputs(model: Model) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)), model.tokenize(["a dog", "a", "two cats"])
+    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)), model.tokenize(
+        ["a dog", "a", "two cats"]
+    )
 
 
 @pytest.mark.parametrize("config", [NATIVE, TIMM], ids=["native", "timm"])

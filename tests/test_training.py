@@ -18,12 +18,26 @@ from mmclip import load_model
 from mmclip.evaluate_run import run_folder
 from tests.tiny import run_script
 
-COMMON = ["--batch-size", 32, "--workers", 0, "--lr", "3e-3", "--warmup", 2, "--log-every-n-steps", 1, "--device", "cpu"]
+COMMON = [
+    "--batch-size",
+    32,
+    "--workers",
+    0,
+    "--lr",
+    "3e-3",
+    "--warmup",
+    2,
+    "--log-every-n-steps",
+    1,
+    "--device",
+    "cpu",
+]
 
 
 def tiny_run(data: Path, model: Path, logs: Path, name: str, *flags: object) -> Path:
-    done = run_script("train_clip.py", "--train-data", data, "--model", model, "--logs", logs, "--name", name, *COMMON,
-                      *flags)
+    done = run_script(
+        "train_clip.py", "--train-data", data, "--model", model, "--logs", logs, "--name", name, *COMMON, *flags
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return logs / name
 
@@ -35,23 +49,58 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run(tiny_data: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     logs = tmp_path_factory.mktemp("logs")
-    return tiny_run(tiny_data, tiny_model, logs, "asym", "--loss", "asym-i2t", "--norm", "qnorm", "--epochs", 3,
-                    "--save-steps", 2, "--val-steps", 3, "--report-to", "tensorboard")
+    return tiny_run(
+        tiny_data,
+        tiny_model,
+        logs,
+        "asym",
+        "--loss",
+        "asym-i2t",
+        "--norm",
+        "qnorm",
+        "--epochs",
+        3,
+        "--save-steps",
+        2,
+        "--val-steps",
+        3,
+        "--report-to",
+        "tensorboard",
+    )
 
 
 def test_a_run_leaves_everything_that_the_readme_names(run: Path) -> None:
     assert {p.name for p in run.iterdir()} >= {
-        "config.yaml", "metrics.jsonl", "checkpoints", "model", "results.json", "per_query.npz", "tensorboard"}
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "model",
+        "results.json",
+        "per_query.npz",
+        "tensorboard",
+    }
     assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000009.pt"
     assert sorted(p.name for p in (run / "model").iterdir()) == [
-        "mmclip.json", "open_clip_config.json", "open_clip_model.safetensors"]
+        "mmclip.json",
+        "open_clip_config.json",
+        "open_clip_model.safetensors",
+    ]
 
 
 def test_metrics_have_a_line_a_step_with_both_directions(run: Path) -> None:
     lines = [m for m in metrics(run) if "loss" in m]
     assert [m["step"] for m in lines] == list(range(1, 10))
-    for name in ("loss_i2t", "loss_t2i", "logit_scale", "gamma_q", "gamma_d", "norm_image_mean", "norm_text_mean",
-                 "effective_scale_i2t", "samples_per_second"):
+    for name in (
+        "loss_i2t",
+        "loss_t2i",
+        "logit_scale",
+        "gamma_q",
+        "gamma_d",
+        "norm_image_mean",
+        "norm_text_mean",
+        "effective_scale_i2t",
+        "samples_per_second",
+    ):
         assert all(math.isfinite(m[name]) for m in lines), name
     assert lines[0]["effective_scale_i2t"] == pytest.approx(1 / 0.07, rel=0.02), "calibrated on the first batch"
     assert all(m["loss"] == m["loss_i2t"] for m in lines), "asym-i2t trains i2t alone"
@@ -60,8 +109,11 @@ def test_metrics_have_a_line_a_step_with_both_directions(run: Path) -> None:
 
 def test_results_hold_both_directions_every_scoring_and_every_pool(run: Path) -> None:
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    assert results["trained_with"] | {"loss": "asym-i2t", "i2t_weight": 1.0, "norm": "qnorm", "gamma_q": 1.0,
-                                      "gamma_d": 0.0} == results["trained_with"]
+    assert (
+        results["trained_with"]
+        | {"loss": "asym-i2t", "i2t_weight": 1.0, "norm": "qnorm", "gamma_q": 1.0, "gamma_d": 0.0}
+        == results["trained_with"]
+    )
     assert results["trained_with"]["logit_scale_t2i"] is None, "the untrained direction has no scale"
     assert (results["data"]["n_images"], results["data"]["n_texts"]) == (24, 120)
     for pool in (results, results["pools"]["full"], results["pools"]["distractors"]):
@@ -95,8 +147,19 @@ def test_export_alone_serves_mmclip_and_stock_open_clip(run: Path, tiny_data: Pa
 
 
 def test_evaluate_script_repeats_the_runs_own_numbers(run: Path, tiny_data: Path, tmp_path: Path) -> None:
-    done = run_script("evaluate.py", "--model", run / "model", "--data", tiny_data, "--output", tmp_path, "--workers", 0,
-                      "--compare", run)
+    done = run_script(
+        "evaluate.py",
+        "--model",
+        run / "model",
+        "--data",
+        tiny_data,
+        "--output",
+        tmp_path,
+        "--workers",
+        0,
+        "--compare",
+        run,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     own, again = (json.loads((p / "results.json").read_text(encoding="utf-8")) for p in (run, tmp_path))
     assert own["retrieval"] == again["retrieval"] and own["magnitude"] == again["magnitude"]
@@ -118,8 +181,9 @@ def test_resumed_run_equals_the_uninterrupted_one(run: Path, tiny_data: Path, ti
 
 def test_last_partial_batch_is_dropped_or_kept(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
     dropped = tiny_run(tiny_data, tiny_model, tmp_path, "drop", "--epochs", 2, "--batch-size", 40, "--val-data", "none")
-    kept = tiny_run(tiny_data, tiny_model, tmp_path, "keep", "--epochs", 2, "--batch-size", 40, "--val-data", "none",
-                    "--keep-last")
+    kept = tiny_run(
+        tiny_data, tiny_model, tmp_path, "keep", "--epochs", 2, "--batch-size", 40, "--val-data", "none", "--keep-last"
+    )
     assert (metrics(dropped)[-1]["step"], metrics(kept)[-1]["step"]) == (4, 6)
     assert not (dropped / "results.json").exists()
 
@@ -130,10 +194,26 @@ def test_towers_start_from_an_open_clip_checkpoint_file(tiny_data: Path, tiny_mo
     source = open_clip.create_model(tiny_model.stem)
     with torch.no_grad():
         source.logit_scale.fill_(math.log(30.0))
-    torch.save({"epoch": 3, "name": "x", "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}},
-               tmp_path / "epoch_3.pt")
-    run = tiny_run(tiny_data, tiny_model, tmp_path, "tuned", "--pretrained", tmp_path / "epoch_3.pt", "--max-steps", 3,
-                   "--lr", "1e-5", "--norm", "dot", "--val-data", "none")
+    torch.save(
+        {"epoch": 3, "name": "x", "state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}},
+        tmp_path / "epoch_3.pt",
+    )
+    run = tiny_run(
+        tiny_data,
+        tiny_model,
+        tmp_path,
+        "tuned",
+        "--pretrained",
+        tmp_path / "epoch_3.pt",
+        "--max-steps",
+        3,
+        "--lr",
+        "1e-5",
+        "--norm",
+        "dot",
+        "--val-data",
+        "none",
+    )
     assert metrics(run)[0]["effective_scale_i2t"] == pytest.approx(30, rel=0.02), "the checkpoint's scale"
     tuned = load_model(str(run)).towers.clip.state_dict()
     moved = {k: (tuned[k] - v).abs().max().item() for k, v in source.state_dict().items() if k != "logit_scale"}
@@ -161,12 +241,24 @@ class Evil:
         (["--train-num-samples", 1000], "holds only 96 images"),
     ],
 )
-def test_faults_are_one_line_and_exit_code_2(flags: list[object], told: str, tiny_data: Path, tiny_model: Path,
-                                             tmp_path: Path) -> None:
+def test_faults_are_one_line_and_exit_code_2(
+    flags: list[object], told: str, tiny_data: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     torch.save(Evil(), tmp_path / "evil.pt")
     flags = [tmp_path / "evil.pt" if f == "EVIL" else f for f in flags]
-    done = run_script("train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--name",
-                      "x", *COMMON, *flags)
+    done = run_script(
+        "train_clip.py",
+        "--train-data",
+        tiny_data,
+        "--model",
+        tiny_model,
+        "--logs",
+        tmp_path,
+        "--name",
+        "x",
+        *COMMON,
+        *flags,
+    )
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2, done.stderr[-2000:]
     assert lines[-1].startswith("error: ") and told in lines[-1]
@@ -175,9 +267,33 @@ def test_faults_are_one_line_and_exit_code_2(flags: list[object], told: str, tin
 
 
 def test_an_existing_run_is_never_overwritten(run: Path, tiny_data: Path, tiny_model: Path) -> None:
-    done = run_script("train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", run.parent, "--name",
-                      run.name, *COMMON)
+    done = run_script(
+        "train_clip.py",
+        "--train-data",
+        tiny_data,
+        "--model",
+        tiny_model,
+        "--logs",
+        run.parent,
+        "--name",
+        run.name,
+        *COMMON,
+    )
     assert done.returncode == 2 and "choose another --name" in done.stderr
-    done = run_script("train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", run.parent, "--name",
-                      run.name, *COMMON, "--resume", "latest", "--lr", "1e-2")
+    done = run_script(
+        "train_clip.py",
+        "--train-data",
+        tiny_data,
+        "--model",
+        tiny_model,
+        "--logs",
+        run.parent,
+        "--name",
+        run.name,
+        *COMMON,
+        "--resume",
+        "latest",
+        "--lr",
+        "1e-2",
+    )
     assert done.returncode == 2 and "lr was 0.003, is 0.01" in done.stderr

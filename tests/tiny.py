@@ -29,10 +29,17 @@ def make_model(folder: Path) -> Path:
     return path
 
 
-def run_script(name: str, *arguments: object, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    name: str, *arguments: object, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A script as a user starts it, on one thread."""
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )

@@ -1,0 +1,273 @@
+"""Readers against planted faults, the reference reader, and real shards."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmclip.data import open_data
+from mmclip.errors import UsageError
+from mmclip.image_text import BadSample
+
+# The reference reader leaves its files to the garbage collector.
+LEAKY = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+
+
+def jpeg(seed: int = 0, size: tuple[int, int] = (20, 12)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def good(n: int = 4) -> list[tuple[str, bytes]]:
+    members = []
+    for i in range(n):
+        members += [(f"k{i}.jpg", jpeg(i)), (f"k{i}.txt", f"caption {i}\nanother {i}\n".encode())]
+    return members
+
+
+def folder(root: Path, split: str = "train", shards: list[list[tuple[str, bytes]]] | None = None) -> Path:
+    shards = [good()] if shards is None else shards
+    for i, members in enumerate(shards):
+        write_tar(root / split / f"{i}.tar", members)
+    (root / split / "nshards.txt").write_text(f"{len(shards)}\n")
+    return root
+
+
+def test_folder_pattern_and_single_shard_read_alike(tmp_path: Path) -> None:
+    more = [(n.replace("k", "m"), c) for n, c in good(3)]
+    root = folder(tmp_path, shards=[good(), more])
+    expected = [f"k{i}" for i in range(4)] + [f"m{i}" for i in range(3)]
+    for source in (str(root), str(root / "train"), f"{root}/train/{{0..1}}.tar",
+                   f"{root}/train/0.tar::{root}/train/1.tar"):
+        data = open_data(source)
+        assert data.keys == expected
+        assert data.captions[5] == ["caption 1", "another 1"]
+        assert data.read_image(5).size == (20, 12)
+    assert open_data(f"{root}/train/1.tar").keys == expected[4:]
+
+
+def test_ten_and_more_shards_are_in_numeric_order(tmp_path: Path) -> None:
+    shards = [[(f"s{i}.jpg", jpeg(i)), (f"s{i}.txt", b"x")] for i in range(12)]
+    assert open_data(str(folder(tmp_path, shards=shards))).keys == [f"s{i}" for i in range(12)]
+
+
+def test_evaluation_takes_test_then_val_and_training_takes_train(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        folder(tmp_path, split)
+    assert open_data(str(tmp_path), purpose="eval").split == "val"
+    folder(tmp_path, "test")
+    assert open_data(str(tmp_path), purpose="eval").split == "test"
+    assert open_data(str(tmp_path)).split == "train"
+    assert open_data(str(tmp_path), "val").split == "val"
+
+
+@LEAKY
+def test_reads_what_the_webdataset_library_reads(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a" / "0.tar", good(5))
+    theirs = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
+    data = open_data(str(path))
+    assert data.keys == [s["__key__"] for s in theirs]
+    assert data.captions == [s["txt"].decode().strip().split("\n") for s in theirs]
+    for i, sample in enumerate(theirs):
+        assert data.read_image(i).tobytes() == Image.open(io.BytesIO(sample["jpg"])).convert("RGB").tobytes()
+
+
+@given(lines=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\0"), max_size=12)))
+def test_captions_break_at_newlines_only(lines: list[str]) -> None:
+    from mmclip.data import _captions
+
+    found, fault = _captions("\n".join(lines).encode())
+    expected = [line.strip() for line in lines if line.strip()]
+    assert found == expected and (fault is None) == bool(expected)
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "LA", "RGBA", "CMYK", "1", "I;16"])
+def test_every_picture_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
+    out = io.BytesIO()
+    image = Image.new("L", (9, 7), 90)
+    picture = Image.new("I;16", (9, 7), 900) if mode == "I;16" else image.convert(mode)
+    picture.save(out, "TIFF" if mode == "CMYK" else "PNG")
+    path = write_tar(tmp_path / "0.tar", [("a.png", out.getvalue()), ("a.txt", b"grey")])
+    read = open_data(str(path)).read_image(0)
+    assert (read.mode, read.size) == ("RGB", (9, 7))
+
+
+@pytest.mark.parametrize(
+    ("members", "key", "reason"),
+    [
+        ([("b.jpg", jpeg())], "b", "KEY.txt is missing"),
+        ([("b.jpg", jpeg()), ("b.txt", b"\n \n")], "b", "KEY.txt is empty"),
+        ([("b.jpg", jpeg()), ("b.txt", b"caf\xe9")], "b", "undecodable caption"),
+        ([("b.jpg", jpeg()), ("b.txt", b"x" * 1_000_001)], "b", "1,000,001 bytes"),
+        ([("b.txt", b"x")], "b", "no picture"),
+        ([("k0.jpg", jpeg(9)), ("k0.txt", b"again")], "k0", "two"),
+        ([("../b.jpg", jpeg()), ("../b.txt", b"x")], "../b", "leaves the archive"),
+        ([("/etc/b.jpg", jpeg()), ("/etc/b.txt", b"x")], "/etc/b", "leaves the archive"),
+    ],
+)
+def test_faulty_samples_are_skipped_and_named(tmp_path: Path, members: list[tuple[str, bytes]], key: str,
+                                              reason: str) -> None:
+    data = open_data(str(write_tar(tmp_path / "0.tar", good() + members)))
+    kept = ["k1", "k2", "k3"] if key == "k0" else ["k0", "k1", "k2", "k3"]
+    assert data.keys == kept
+    (bad,) = data.skipped
+    assert bad.key == key and reason in bad.reason and bad.where.endswith("0.tar")
+    assert pickle.loads(pickle.dumps(bad)).reason == bad.reason, "it crosses a worker's process boundary"
+
+
+def test_a_duplicate_key_in_another_shard_is_skipped(tmp_path: Path) -> None:
+    data = open_data(str(folder(tmp_path, shards=[good(2), good(3)])))
+    assert data.keys == ["k0", "k1", "k2"]
+    assert [b.key for b in data.skipped] == ["k0", "k1"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", jpeg()[:150]])
+def test_an_unreadable_picture_is_a_bad_sample_when_it_is_read(tmp_path: Path, content: bytes) -> None:
+    data = open_data(str(write_tar(tmp_path / "0.tar", [("b.jpg", content), ("b.txt", b"x"), *good(1)])))
+    with pytest.raises(BadSample) as error:
+        data.read_image(0)
+    assert error.value.key == "b" and "0.tar" in str(error.value) and "\n" not in str(error.value)
+    assert data.read_image(1).size == (20, 12)
+
+
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    Image.new("1", (20_000, 10_000)).save(out, "PNG")
+    data = open_data(str(write_tar(tmp_path / "0.tar", [("b.png", out.getvalue()), ("b.txt", b"x")])))
+    with pytest.raises(BadSample, match="pixels"):
+        data.read_image(0)
+
+
+def cut(path: Path, bytes_: int) -> Path:
+    content = path.read_bytes()
+    path.write_bytes(content[:bytes_])
+    return path
+
+
+def test_a_tar_cut_anywhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+    whole = write_tar(tmp_path / "0.tar", good(2))
+    with tarfile.open(whole) as tar:
+        end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar)
+    content = whole.read_bytes()
+    for length in (0, 1, 300, 512, 700, 1024, end - 600, end - 1, end, end + 512):
+        whole.write_bytes(content[:length])
+        with pytest.raises(UsageError, match=r"0\.tar") as error:
+            open_data(str(whole))
+        assert "\n" not in str(error.value), length
+    whole.write_bytes(content[: end + 1024])
+    assert len(open_data(str(whole))) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda p: write_tar(p / "0.tar", []), "empty"),
+        (lambda p: write_tar(p / "0.tar", [("a.jpg", jpeg())]), "no captions"),
+        (lambda p: f"{p}/{{0..3}}.tar", "missing shard"),
+        (lambda p: p / "nothing", "no such data; valid: a shard pattern"),
+        (lambda p: "https://host/x.tar", "remote data are not read"),
+        (lambda p: "pipe:cat x.tar", "remote data are not read"),
+        (lambda p: "builtin:scene", "builtin:scenes, builtin:scenes-uninformative"),
+        (lambda p: folder(p, "other"), "no split train with shards in it; there: other"),
+    ],
+)
+def test_faults_of_the_whole_are_one_line(tmp_path: Path, make, told: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError) as error:
+        open_data(str(make(tmp_path)))
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("count", "told"), [("1", "not counted: 1.tar"), ("3", "missing: 2.tar"), ("x", "a number")])
+def test_nshards_that_disagrees_with_the_shards_is_refused(tmp_path: Path, count: str, told: str) -> None:
+    root = folder(tmp_path, shards=[good(1), good(2)])
+    (root / "train" / "nshards.txt").write_text(count)
+    with pytest.raises(UsageError, match=r"nshards\.txt") as error:
+        open_data(str(root))
+    assert told in str(error.value)
+
+
+def test_csv_rows_of_one_path_are_one_image(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(1))
+    (tmp_path / "b.jpg").write_bytes(jpeg(2))
+    path = tmp_path / "pairs.csv"
+    path.write_text("filepath\ttitle\na.jpg\tone\nb.jpg\ttwo\na.jpg\tthree\nb.jpg\t\n", encoding="utf-8")
+    data = open_data(str(path))
+    assert (data.keys, data.captions) == (["a.jpg", "b.jpg"], [["one", "three"], ["two"]])
+    assert data.read_image(1).size == (20, 12)
+    assert "line 5" in data.skipped[0].reason
+    path.write_text('image,text\na.jpg,"one, two"\n', encoding="utf-8")
+    assert open_data(str(path), img_key="image", caption_key="text", separator=",").captions == [["one, two"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "the file is empty"), ("filepath\ttitle\n", "empty: no picture"), ("file\ttitle\nx\ty\n", "no column 'filepath'"),
+     ("filepath,title\nx,y\n", "no column")],
+)
+def test_csv_faults_are_one_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match="pairs.csv") as error:
+        open_data(str(path))
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ('{"key": "k0", "captions": [{"level": "full"}]}\n', "k0 has 2 captions, 1 there"),
+        ("", "no line there"),
+        ("{", "line 1"),
+        ('{"key": "k0"}\n', "line 1"),
+        ("[1]\n", "line 1"),
+    ],
+)
+def test_truth_that_does_not_fit_is_refused(tmp_path: Path, lines: str, told: str) -> None:
+    root = folder(tmp_path, shards=[good(1)])
+    (root / "train" / "truth.jsonl").write_text(lines, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"truth\.jsonl") as error:
+        open_data(str(root))
+    assert told in str(error.value)
+
+
+def test_fingerprint_is_the_same_for_a_copy_and_another_for_other_data(tmp_path: Path) -> None:
+    one = open_data(str(folder(tmp_path / "a")))
+    copy = open_data(str(folder(tmp_path / "b")))
+    changed = [(n, c.replace(b"caption 0", b"caption O")) for n, c in good()]
+    other = open_data(str(folder(tmp_path / "c", shards=[changed])))
+    assert one.fingerprint() == copy.fingerprint() != other.fingerprint()
+    assert one.subset([1, 2]).fingerprint() != one.fingerprint()
+    assert one.subset([3, 1]).keys == ["k3", "k1"]
+
+
+@LEAKY
+@pytest.mark.real
+def test_real_shards_read_like_the_reference_reader(shared: Path) -> None:
+    root = shared / "data" / "flickr8k"
+    data = open_data(str(root), purpose="eval")
+    theirs = list(webdataset.WebDataset(str(root / "val" / "0.tar"), shardshuffle=False, empty_check=False))
+    assert (data.split, len(data), sum(map(len, data.captions))) == ("val", 1000, 5000)
+    assert data.keys == [s["__key__"] for s in theirs]
+    assert data.captions == [s["txt"].decode().strip().split("\n") for s in theirs]
+    assert data.read_image(7).tobytes() == Image.open(io.BytesIO(theirs[7]["jpg"])).convert("RGB").tobytes()

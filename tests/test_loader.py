@@ -1,0 +1,140 @@
+"""Every sample once an epoch, whatever the workers and ranks; everything a function of the seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision import transforms
+
+from mmclip.data import open_data
+from mmclip.errors import UsageError
+from mmclip.image_text import ImageTextData
+from mmclip.loader import Batch, TrainBatches, iterate_images, iterate_texts, text_ids
+from tests.test_data import good, jpeg, write_tar
+
+TRANSFORM = transforms.Compose([transforms.RandomResizedCrop(8, scale=(0.5, 1.0)), transforms.ToTensor()])
+
+
+def tokenize(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(c), sum(map(ord, c))] for c in captions])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> ImageTextData:
+    return open_data(str(write_tar(tmp_path_factory.mktemp("tar") / "0.tar", good(23))))
+
+
+def in_memory(n: int) -> ImageTextData:
+    """Captions without pictures: enough for the order of batches."""
+    keys = [f"k{i}" for i in range(n)]
+    return ImageTextData("memory", "train", keys, [[f"a {i}", f"b {i}"] for i in range(n)], [("", -1, 0)] * n)
+
+
+def order(batches: list[Batch]) -> list[int]:
+    return [int(i) for b in batches for i in b.image_id]
+
+
+def batches(data: ImageTextData, epoch: int = 0, start: int = 0, **kwargs: object) -> list[Batch]:
+    defaults: dict[str, object] = {"batch_size": 4, "images": False}
+    return list(TrainBatches(data, TRANSFORM, tokenize, **(defaults | kwargs)).batches(epoch, start))  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(n=st.integers(1, 40), size=st.integers(1, 7), ranks=st.integers(1, 4), keep=st.booleans(), epoch=st.integers(0, 3))
+def test_ranks_share_an_epoch_without_overlap(n: int, size: int, ranks: int, keep: bool, epoch: int) -> None:
+    data = in_memory(n)
+    kwargs = {"batch_size": size, "world_size": ranks, "drop_last": not keep}
+    if n < size * ranks and not (keep and n >= ranks):
+        with pytest.raises(UsageError, match=f"more than the {n} images"):
+            batches(data, **kwargs)
+        return
+    shares = [batches(data, epoch, rank=r, **kwargs) for r in range(ranks)]
+    assert len({len(s) for s in shares}) == 1, "every rank takes the same number of steps"
+    seen = Counter(i for s in shares for i in order(s))
+    assert max(seen.values()) == 1
+    rest = n % (size * ranks)
+    expected = n if keep and (rest >= ranks or rest == 0) else n - rest
+    assert len(seen) == expected
+    assert all(len(b.image_id) >= 1 for s in shares for b in s)
+
+
+def test_joint_batches_do_not_depend_on_the_number_of_ranks() -> None:
+    data = in_memory(24)
+    one = batches(data, batch_size=8)
+    two = [batches(data, batch_size=4, world_size=2, rank=r) for r in range(2)]
+    for joint, a, b in zip(one, *two, strict=True):
+        assert joint.caption_row.tolist() == [*a.caption_row.tolist(), *b.caption_row.tolist()]
+
+
+@given(start=st.integers(0, 5), seed=st.integers(0, 99))
+def test_starting_in_the_middle_gives_the_rest(start: int, seed: int) -> None:
+    data = in_memory(24)
+    assert order(batches(data, 1, start, seed=seed)) == order(batches(data, 1, seed=seed))[start * 4 :]
+
+
+def test_epochs_and_seeds_shuffle_differently_and_draw_other_captions() -> None:
+    data = in_memory(24)
+    first, second, other = batches(data), batches(data, 1), batches(data, seed=1)
+    assert order(first) == order(batches(data))
+    assert len({tuple(order(b)) for b in (first, second, other)}) == 3
+    captions = [{int(i): int(c) for b in e for i, c in zip(b.image_id, b.caption_row, strict=True)} for e in (first, second)]
+    changed = sum(captions[0][i] != captions[1][i] for i in captions[0])
+    assert 3 < changed < 21, "one of two captions is drawn anew in each epoch"
+    assert all(row // 2 == image for e in captions for image, row in e.items()), "a caption of that very image"
+
+
+def test_workers_change_nothing_and_leave_random_states_alone(data: ImageTextData) -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    states = torch.get_rng_state(), random.getstate()
+    alone = batches(data, images=True, seed=3)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    shared_work = batches(data, images=True, seed=3, workers=2)
+    assert len(alone) == len(shared_work) == 5
+    for a, b in zip(alone, shared_work, strict=True):
+        assert a.images is not None and b.images is not None and a.tokens is not None and b.tokens is not None
+        assert torch.equal(a.images, b.images) and torch.equal(a.tokens, b.tokens) and a.keys == b.keys
+    again = batches(data, 1, images=True, seed=3)
+    row = int(alone[0].image_id[0])
+    later = next(b for b in again if row in b.image_id)
+    assert later.images is not None and alone[0].images is not None
+    assert not torch.equal(alone[0].images[0], later.images[later.image_id.tolist().index(row)]), "augmented anew"
+
+
+def test_ids_name_equal_captions_and_rows_of_the_flat_list(data: ImageTextData) -> None:
+    captions = [["a", "b"], ["c"], ["b", "a"]]
+    assert text_ids(captions).tolist() == [0, 1, 2, 1, 0]
+    for batch in batches(data):
+        flat = [c for image in data.captions for c in image]
+        shown = tokenize([flat[i] for i in batch.caption_row])
+        assert batch.tokens is not None and torch.equal(batch.tokens, shown)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_pictures_are_left_out_and_named(tmp_path: Path, workers: int) -> None:
+    members = [*good(6), ("bad.jpg", jpeg()[:90]), ("bad.txt", b"x"), ("zero.jpg", b""), ("zero.txt", b"x")]
+    data = open_data(str(write_tar(tmp_path / "0.tar", members)))
+    found = batches(data, images=True, workers=workers, batch_size=2)
+    assert sorted(order(found)) == list(range(6))
+    assert sorted(s.key for b in found for s in b.bad) == ["bad", "zero"]
+    for batch in found:
+        assert len(batch.image_id) == len(batch.keys) == (0 if batch.images is None else len(batch.images))
+    rows, bad = [], []
+    for read, images, failed in iterate_images(data, TRANSFORM, 3, workers):
+        rows += read.tolist()
+        bad += [(row, sample.key) for row, sample in failed]
+        assert images is None or len(images) == len(read)
+    assert rows == list(range(6)) and bad == [(6, "bad"), (7, "zero")]
+
+
+def test_rows_and_captions_come_in_order(data: ImageTextData) -> None:
+    part = [r for rows, _, _ in iterate_images(data, TRANSFORM, 4, rows=range(5, 14)) for r in rows.tolist()]
+    assert part == list(range(5, 14))
+    captions = [c for image in data.captions for c in image]
+    assert torch.equal(torch.cat(list(iterate_texts(captions, tokenize, 7))), tokenize(captions))
