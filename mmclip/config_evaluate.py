@@ -52,7 +52,7 @@ class EvaluateSettings:
             if getattr(self, name) < low:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {low}")
         if self.model is None and not self.compare:
-            raise UsageError("nothing to do: give --model, or --compare with two finished runs or more")
+            raise UsageError("nothing to do: give --model, or --compare with finished runs")
         if self.baseline is not None and self.control is None:
             raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
         if self.pretrained is not None and self.model is None:

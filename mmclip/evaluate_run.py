@@ -30,7 +30,10 @@ def evaluate_model(settings: EvaluateSettings) -> None:
         runs[name] = results
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
     verdicts = [v for r in runs.values() for v in _verdicts(r, control, baseline)] if control is not None else []
-    if len(runs) > 1 or verdicts:
+    if settings.model is None and len(runs) == 1:
+        name, results = next(iter(runs.items()))
+        print_run(results, name, groups=True)
+    elif len(runs) > 1 or verdicts:
         print_comparison(runs, verdicts)
     if settings.plot is not None:
         from mmclip.plots import plot_tradeoff
@@ -69,7 +72,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     native = facts.native_exponents(model.facts)
     name = folder.name if folder else settings.model
     results = evaluate_source(source, model, runner, native, settings.model, about, settings.seed)
-    print_run(results, name)
+    print_run(results, name, groups=True)
     if output is not None:
         print(f"results: {save_results(results, output)}")
     else:

@@ -31,6 +31,9 @@ def check_model(model: str, pretrained: str | None) -> None:
         missing = [k for k in ("embed_dim", "vision_cfg", "text_cfg") if k not in config]
         if missing:
             raise UsageError(f"--model {one_line(model)}: not an open_clip model config: {', '.join(missing)} missing")
+        odd = [k for k in ("vision_cfg", "text_cfg") if not isinstance(config[k], dict)]
+        if odd:
+            raise UsageError(f"--model {one_line(model)}: {odd[0]} is {one_line(config[odd[0]], 40)}, not an object")
     refuse_coca(model, config)
     is_path = pretrained is not None and ("/" in pretrained or Path(pretrained).suffix in WEIGHT_SUFFIXES)
     if pretrained is not None and is_path and not Path(pretrained).is_file():

@@ -50,7 +50,7 @@ def parameter_groups(towers: Towers, loss: ContrastiveLoss, settings: TrainSetti
 
 def build_optimizer(towers: Towers, loss: ContrastiveLoss, settings: TrainSettings) -> torch.optim.AdamW:
     groups = parameter_groups(towers, loss, settings)
-    return torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, foreach=True)
+    return torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True)
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:

@@ -6,6 +6,7 @@ markup, on one line. Rates are fractions without the leading zero; ± is half of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
@@ -86,14 +87,23 @@ def run_table(results: Results, name: str | None = None, pool: str = MAIN_POOL) 
         for i, (_, short) in enumerate(COLUMNS):
             _column(table, direction.value if i == 0 else "", short)
         _column(table, "", "medR")
-    for scoring in section["retrieval"][CLIP_DIRECTIONS[0].value]:
-        cells = [scoring]
+    for names in _alike(section["retrieval"]):
+        cells = [" = ".join(names)]
         for direction in CLIP_DIRECTIONS:
-            numbers = section["retrieval"][direction.value][scoring]
+            numbers = section["retrieval"][direction.value][names[0]]
             rates = [rate(numbers[k], numbers["ci"][k] if k == "success@1" else None) for k, _ in COLUMNS]
             cells += ["", *rates, f"{numbers['median_rank']:g}"]
-        _row(table, cells, style="bold" if scoring == NATIVE else "")
+        _row(table, cells, style="bold" if NATIVE in names else "")
     return _titled(name if name is not None else results.json.get("model"), results, pool, table)
+
+
+def _alike(retrieval: Json) -> list[list[str]]:
+    """Scorings grouped by equal numbers in both directions, native first: four normalizations are two rankings."""
+    groups: dict[str, list[str]] = {}
+    for scoring in sorted(retrieval[CLIP_DIRECTIONS[0].value], key=lambda s: s != NATIVE):
+        numbers = json.dumps([retrieval[d.value][scoring] for d in CLIP_DIRECTIONS], sort_keys=True)
+        groups.setdefault(numbers, []).append(scoring)
+    return list(groups.values())
 
 
 def runs_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
@@ -182,24 +192,30 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
                 # Why relevance is balanced or complete is the same story in every pool: told once.
                 if reason is not None and (kind == "topk" or pool == MAIN_POOL):
                     said.setdefault(f"|{side}| d {kind}: {one_line(reason)}", []).append(name)
-        for direction, scorings in run.pools[pool]["retrieval"].items():
-            for scoring, numbers in scorings.items():
-                if numbers["tied_queries"]:
-                    note = f"{direction} {scoring}: {numbers['tied_queries']} queries tied, counted against the model"
-                    said.setdefault(note, []).append(name)
+    ties = {
+        direction.value: max(
+            numbers["tied_queries"]
+            for run in runs.values()
+            for numbers in run.pools[pool]["retrieval"][direction.value].values()
+        )
+        for direction in CLIP_DIRECTIONS
+    }
+    if any(ties.values()):
+        told = ", ".join(f"{n} {d}" for d, n in ties.items())
+        said[f"tied queries, at most {told}: counted against the model"] = list(runs)
     return [
         note if len(names) == len(runs) else f"{note} ({', '.join(one_line(n, NAME_WIDTH) for n in names)})"
         for note, names in said.items()
     ]
 
 
-def print_run(results: Results, name: str | None = None, console: Console | None = None) -> None:
-    """Everything about one run, every pool."""
+def print_run(results: Results, name: str | None = None, console: Console | None = None, groups: bool = False) -> None:
+    """One run, every pool; with ``groups`` also lengths by caption length, level and object count."""
     console = console or make_console()
     runs = {name if name is not None else str(results.json.get("model")): results}
     for pool in results.pools:
         console.print(run_table(results, name, pool))
-    _print_lengths(runs, console)
+    _print_lengths(runs, console, groups)
 
 
 def print_comparison(
@@ -214,7 +230,7 @@ def print_comparison(
     for pool in first.pools:
         console.print(runs_table(runs, pool))
     console.print(Text("± half of the 95% interval; ~ within noise: the paired interval of the difference holds 0\n"))
-    _print_lengths(runs, console)
+    _print_lengths(runs, console, groups=True)
     for found in verdicts:
         print_verdict(found, console)
 
@@ -228,7 +244,7 @@ def print_verdict(verdict: Json, console: Console | None = None) -> None:
         console.print(Text(f"{kind}? {answer} ({one_line(place)}): {one_line(verdict[kind]['sentence'], 600)}"))
 
 
-def _print_lengths(runs: Mapping[str, Results], console: Console) -> None:
+def _print_lengths(runs: Mapping[str, Results], console: Console, groups: bool) -> None:
     first = next(iter(runs.values()))
     for pool in first.pools:
         console.print(lengths_table(runs, pool))
@@ -237,7 +253,7 @@ def _print_lengths(runs: Mapping[str, Results], console: Console) -> None:
             console.print(Text(note, style="dim"))
         if said:
             console.print()
-    for side, section in first.json["magnitude"].items():
+    for side, section in first.json["magnitude"].items() if groups else ():
         for attribute in section["by_document"]:
             console.print(groups_table(runs, side, attribute) or "")
         for attribute in section["by_query"]:

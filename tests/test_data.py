@@ -58,8 +58,12 @@ def test_folder_pattern_and_single_shard_read_alike(tmp_path: Path) -> None:
     more = [(n.replace("k", "m"), c) for n, c in good(3)]
     root = folder(tmp_path, shards=[good(), more])
     expected = [f"k{i}" for i in range(4)] + [f"m{i}" for i in range(3)]
-    for source in (str(root), str(root / "train"), f"{root}/train/{{0..1}}.tar",
-                   f"{root}/train/0.tar::{root}/train/1.tar"):
+    for source in (
+        str(root),
+        str(root / "train"),
+        f"{root}/train/{{0..1}}.tar",
+        f"{root}/train/0.tar::{root}/train/1.tar",
+    ):
         data = open_data(source)
         assert data.keys == expected
         assert data.captions[5] == ["caption 1", "another 1"]
@@ -126,8 +130,9 @@ def test_every_picture_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
         ([("/etc/b.jpg", jpeg()), ("/etc/b.txt", b"x")], "/etc/b", "leaves the archive"),
     ],
 )
-def test_faulty_samples_are_skipped_and_named(tmp_path: Path, members: list[tuple[str, bytes]], key: str,
-                                              reason: str) -> None:
+def test_faulty_samples_are_skipped_and_named(
+    tmp_path: Path, members: list[tuple[str, bytes]], key: str, reason: str
+) -> None:
     data = open_data(str(write_tar(tmp_path / "0.tar", good() + members)))
     kept = ["k1", "k2", "k3"] if key == "k0" else ["k0", "k1", "k2", "k3"]
     assert data.keys == kept
@@ -222,13 +227,17 @@ def test_csv_rows_of_one_path_are_one_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("", "the file is empty"), ("filepath\ttitle\n", "empty: no picture"), ("file\ttitle\nx\ty\n", "no column 'filepath'"),
-     ("filepath,title\nx,y\n", "no column")],
+    [
+        ("", "the file is empty"),
+        ("filepath\ttitle\n", "empty: no picture"),
+        ("file\ttitle\nx\ty\n", "no column 'filepath'"),
+        ("filepath,title\nx,y\n", "no column"),
+    ],
 )
 def test_csv_faults_are_one_line(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match="pairs.csv") as error:
+    with pytest.raises(UsageError, match=r"pairs\.csv") as error:
         open_data(str(path))
     assert told in str(error.value) and "\n" not in str(error.value)
 

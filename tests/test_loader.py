@@ -46,7 +46,9 @@ def batches(data: ImageTextData, epoch: int = 0, start: int = 0, **kwargs: objec
 
 
 @settings(max_examples=60)
-@given(n=st.integers(1, 40), size=st.integers(1, 7), ranks=st.integers(1, 4), keep=st.booleans(), epoch=st.integers(0, 3))
+@given(
+    n=st.integers(1, 40), size=st.integers(1, 7), ranks=st.integers(1, 4), keep=st.booleans(), epoch=st.integers(0, 3)
+)
 def test_ranks_share_an_epoch_without_overlap(n: int, size: int, ranks: int, keep: bool, epoch: int) -> None:
     data = in_memory(n)
     kwargs = {"batch_size": size, "world_size": ranks, "drop_last": not keep}
@@ -83,7 +85,9 @@ def test_epochs_and_seeds_shuffle_differently_and_draw_other_captions() -> None:
     first, second, other = batches(data), batches(data, 1), batches(data, seed=1)
     assert order(first) == order(batches(data))
     assert len({tuple(order(b)) for b in (first, second, other)}) == 3
-    captions = [{int(i): int(c) for b in e for i, c in zip(b.image_id, b.caption_row, strict=True)} for e in (first, second)]
+    captions = [
+        {int(i): int(c) for b in e for i, c in zip(b.image_id, b.caption_row, strict=True)} for e in (first, second)
+    ]
     changed = sum(captions[0][i] != captions[1][i] for i in captions[0])
     assert 3 < changed < 21, "one of two captions is drawn anew in each epoch"
     assert all(row // 2 == image for e in captions for image, row in e.items()), "a caption of that very image"

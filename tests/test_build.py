@@ -1,0 +1,146 @@
+"""Names, tags, files and folders of models: what is built, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mmclip.build import build_model
+from mmclip.checkpoints import export_model, find_checkpoint, load_checkpoint, save_checkpoint
+from mmclip.errors import UsageError
+from tests.tiny import MODEL
+
+TIMM = {**MODEL, "vision_cfg": {"timm_model_name": "test_efficientnet", "timm_proj": "linear", "image_size": 32}}
+
+
+def write(path: Path, config: dict[str, Any]) -> str:
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def test_a_registered_name_is_open_clips_own_model() -> None:
+    torch.manual_seed(3)
+    ours = build_model("RN50")
+    torch.manual_seed(3)
+    theirs = open_clip.create_model("RN50")
+    assert all(torch.equal(v, theirs.state_dict()[k]) for k, v in ours.towers.clip.state_dict().items())
+    assert ours.preprocess_cfg == dict(theirs.visual.preprocess_cfg)
+    assert ours.loaded_scale is None and ours.facts == {}
+
+
+def test_json_with_preprocessing_and_forced_sizes(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.json", {"model_cfg": MODEL, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}})
+    model = build_model(path, force_image_size=48, force_context_length=9)
+    assert model.preprocess_cfg["mean"] == [0.5] * 3 and model.preprocess_cfg["size"] == (48, 48)
+    assert model.tokenize(["a"]).shape == (1, 9)
+    assert model.towers(torch.zeros(1, 3, 48, 48), model.tokenize(["a"]))[0].shape == (1, 16)
+    assert model.towers.model_cfg["vision_cfg"]["image_size"] == 48, "the export says so too"
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_image_trunk_weights_come_from_a_local_file(tmp_path: Path, suffix: str) -> None:
+    import timm
+
+    torch.manual_seed(9)
+    trunk = timm.create_model("test_efficientnet")
+    state = {k: v.half() if v.is_floating_point() else v for k, v in trunk.state_dict().items()}
+    path = tmp_path / f"trunk{suffix}"
+    save_file(state, str(path)) if suffix == ".safetensors" else torch.save({"state_dict": state}, path)
+    model = build_model(write(tmp_path / "m.json", TIMM), image_trunk=str(path))
+    loaded = model.towers.clip.visual.trunk.state_dict()
+    assert all(torch.equal(loaded[k], state[k].to(loaded[k].dtype)) for k in loaded)
+    torch.save({"x": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(UsageError, match="does not fit"):
+        build_model(write(tmp_path / "m.json", TIMM), image_trunk=str(tmp_path / "other.pt"))
+    with pytest.raises(UsageError, match="not a timm model"):
+        build_model(write(tmp_path / "n.json", MODEL), image_trunk=str(path))
+
+
+def test_siglip_models_are_supported_their_bias_cancels(tmp_path: Path) -> None:
+    model = build_model(write(tmp_path / "m.json", {**MODEL, "init_logit_bias": -10.0}))
+    export_model(tmp_path / "out", model, 1.0, {"gamma_q": 1.0})
+    again = open_clip.create_model(f"local-dir:{tmp_path / 'out'}")
+    assert again.logit_bias.item() == -10 and again.logit_scale.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "pretrained", "told"),
+    [
+        ("ViT-B-33", None, "did you mean ViT-B-32?"),
+        ("ViT-B-32", "laion9b", "neither a file nor a tag of ViT-B-32; tags: openai"),
+        ("coca_ViT-B-32", None, "CoCa models are not supported"),
+        ("COCA", None, "CoCa models are not supported"),
+    ],
+)
+def test_unknown_names_and_tags_are_refused(model: str, pretrained: str | None, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        build_model(model, pretrained)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"embed_dim": 4}',
+        '{"embed_dim": 4, "vision_cfg": {}, "text_cfg": 3}',
+        json.dumps({**MODEL, "vision_cfg": {"layerz": 3}}),
+    ],
+)
+def test_a_faulty_model_config_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "m.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UsageError) as error:
+        build_model(str(tmp_path / "m.json"))
+    assert "m.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_coca_is_refused_by_its_config_too(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="CoCa"):
+        build_model(write(tmp_path / "m.json", {**MODEL, "multimodal_cfg": {}}))
+
+
+def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(2)}, str(tmp_path / "x.safetensors"))
+    with pytest.raises(UsageError, match="not a checkpoint of this model") as error:
+        build_model(write(tmp_path / "m.json", MODEL), str(tmp_path / "x.safetensors"))
+    assert "\n" not in str(error.value)
+
+
+def test_checkpoints_are_kept_few_and_latest_follows(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_checkpoint(tmp_path, step, {"format": "mmclip-checkpoint-1", "step": step}, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000004.pt", "step_00000005.pt"]
+    assert load_checkpoint(find_checkpoint("latest", tmp_path))["step"] == 5
+    assert find_checkpoint(str(tmp_path / "step_00000004.pt"), Path("elsewhere")).name == "step_00000004.pt"
+
+
+def test_a_crash_while_saving_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, 1, {"format": "mmclip-checkpoint-1", "step": 1})
+
+    def crash(state: object, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(tmp_path, 2, {"format": "mmclip-checkpoint-1", "step": 2})
+    assert load_checkpoint(find_checkpoint("latest", tmp_path))["step"] == 1
+
+
+@pytest.mark.parametrize("resume", ["latest", "nowhere.pt"])
+def test_a_checkpoint_that_is_not_there_is_one_line(tmp_path: Path, resume: str) -> None:
+    with pytest.raises(UsageError, match=f"--resume {resume}"):
+        find_checkpoint(resume, tmp_path)
+
+
+def test_weights_of_a_model_are_no_training_checkpoint(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="not an mmclip training checkpoint"):
+        load_checkpoint(tmp_path / "x.pt")
