@@ -80,11 +80,10 @@ def verdict(
 
     LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
     USEFUL: (1) success@1 native - cosine of the run exceeds the control's dot - cosine: the paired interval lies
-    above 0; and (2) native is not below the baseline's cosine: the paired interval does not reach below 0. (1) alone
-    proves little: dot costs a norm-blind control something, so a run whose length says nothing passes it. And were
-    (2) a difference of at least 0, noise would pass it every other time.
-    A run that divides its candidates' length out (gamma_d = 1) is neither: no loss saw it and no score uses it.
-    The intervals are over queries; another training seed is another source of noise that they do not know.
+    above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0, yes where
+    its paired interval is not, and open (None) between, where the difference is within noise. Condition (1) alone
+    would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose length says
+    nothing beats it.
 
     "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
     Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1.
@@ -170,9 +169,11 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
             return {**report, **_undecided(f"{words}; without the sym/cosine run the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
     beside = metrics.paired_difference(hits(baseline, "cosine"), hits(run, NATIVE), clusters, **options)
-    useful = above and beside[1] >= 0
     report["native_minus_baseline_cosine"] = _delta(beside)
     words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
+    if above and beside[0] >= 0 > beside[1]:
+        return {**report, **_undecided(f"{words}, not below it but within noise of it")}
+    useful = above and beside[1] >= 0
     head = "Length is useful" if useful else "Length is not shown to be useful"
     return {**report, "verdict": useful, "sentence": f"{head}: {words}."}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
 from mmclip.evaluation import Results, load_results, save_results
 from mmclip.finish import evaluate_source, load_runs
+from mmclip.image_text import ImageTextData
 from mmclip.tables import print_comparison, print_run
 
 
@@ -54,7 +56,6 @@ def _verdicts(run: Results, control: Results, baseline: Results | None) -> list[
 def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     assert settings.model is not None
     folder = run_folder(settings.model)
-    output = Path(settings.output) if settings.output else folder
     device = distributed.start(settings.device)
     data, distractors = open_evaluation(settings)
     print(
@@ -73,11 +74,15 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     name = folder.name if folder else settings.model
     results = evaluate_source(source, model, runner, native, settings.model, about, settings.seed)
     print_run(results, name, groups=True)
-    if output is not None:
-        print(f"results: {save_results(results, output)}")
-    else:
-        print("results were printed only: --output DIR keeps them", file=sys.stderr)
+    where = Path(settings.output) if settings.output else _default_output(folder, settings.model, data)
+    print(f"results: {save_results(results, where)}")
     return name, results
+
+
+def _default_output(run: Path | None, model: str, data: ImageTextData) -> Path:
+    """Never the run's own results.json, which may be of other data."""
+    parent = run / "evaluations" if run else Path("logs") / "evaluations" / re.sub(r"[^\w.-]+", "-", model).strip("-.")
+    return parent / f"{Path(data.path).resolve().name}-{data.split}"
 
 
 def run_folder(model: str) -> Path | None:

@@ -21,6 +21,7 @@ import yaml
 from mmclip.errors import UsageError, one_line
 
 S = TypeVar("S")
+TAB = "\t"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
@@ -63,7 +64,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
         default = action.metavar_default if hasattr(action, "metavar_default") else None
-        return shown if default in (None, "", []) else f"{shown} [{default}]"
+        return shown if default is False or default in (None, "", []) else f"{shown} [{default if default != TAB else 'tab'}]"
 
 
 def _flag_name(field: dataclasses.Field[Any]) -> str:
@@ -73,7 +74,12 @@ def _flag_name(field: dataclasses.Field[Any]) -> str:
 def build_parser(settings: type[Any], description: str, examples: str, has_config: bool) -> argparse.ArgumentParser:
     """The parser of a settings class: every flag defaults to "not given", so that a config file can fill it."""
     parser = _Parser(
-        description=description, epilog=examples, formatter_class=_HelpFormatter, allow_abbrev=False, add_help=True
+        usage="%(prog)s [--FLAG VALUE ...]",
+        description=description,
+        epilog=examples,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+        add_help=True,
     )
     groups: dict[str, Any] = {}
     if has_config:
@@ -84,6 +90,7 @@ def build_parser(settings: type[Any], description: str, examples: str, has_confi
     for field in dataclasses.fields(settings):
         meta = field.metadata
         group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
+        word = field.name.rsplit("_", 1)[-1].upper()
         kwargs: dict[str, Any] = {
             "default": argparse.SUPPRESS,
             "help": meta["help"].replace("%", "%%"),
@@ -92,7 +99,7 @@ def build_parser(settings: type[Any], description: str, examples: str, has_confi
         if isinstance(field.default, bool):
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
-            kwargs |= {"type": meta["type"], "metavar": meta["metavar"]}
+            kwargs |= {"type": meta["type"], "metavar": meta["metavar"] or word}
             if meta["choices"]:
                 kwargs |= {
                     "choices": meta["choices"],
