@@ -253,8 +253,8 @@ EXAMPLES = """examples:
   python scripts/train_clip.py --config flickr8k_heads --train-data DIR/flickr8k --loss sym --norm cosine
       projection heads on two frozen pretrained trunks, a minute or two on a CPU once features are cached
 
-  torchrun --nproc-per-node 8 scripts/train_clip.py --config coco_vitb32 --train-data 'DIR/{00000..00059}.tar' \\
-      --val-data DIR/coco-val --loss asym-i2t --norm qnorm
+  torchrun --nproc-per-node 8 -- scripts/train_clip.py --config coco_vitb32 --loss asym-i2t --norm qnorm \\
+      --train-data 'COCO/train/{0..59}.tar' --val-data COCO --val-split val
       the GPU recipe of the paper's CLIP section"""
 
 

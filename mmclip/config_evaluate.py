@@ -32,7 +32,10 @@ class EvaluateSettings:
     precision: str = flag("fp32", RUN, "autocast of the encoders; scores are always float32", choices=PRECISIONS)
     device: str = flag("auto", RUN, "auto, cpu, cuda or cuda:N")
     output: str | None = flag(
-        None, RUN, "folder for results.json and per_query.npz [evaluations/DATA-SPLIT in the run, else in logs]", metavar="DIR"
+        None,
+        RUN,
+        "folder for results.json and per_query.npz [evaluations/DATA-SPLIT in the run, else in logs]",
+        metavar="DIR",
     )
     compare: list[str] | None = flag(
         None, RUN, "finished runs to set beside it, on the same data", type=str, nargs="+", metavar="RUN"

@@ -6,20 +6,22 @@ in ``skipped`` and the rest is used.
 
 from __future__ import annotations
 
-import csv
+import glob
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from braceexpand import braceexpand
 
+from mmclip.csvindex import index_csv
 from mmclip.errors import UsageError, one_line
-from mmclip.flags import nearest
 from mmclip.image_text import BadSample, CaptionTruth, ImageTextData, ImageTruth
-from mmclip.tarindex import MAX_CAPTION_BYTES, Sample, index_shard
+from mmclip.tarindex import Sample, index_shard
 
+MAX_SHARDS = 1_000_000  # more is a slip in a pattern
 FORMS = (
     "a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or ROOT/SPLIT), a CSV, "
     "builtin:scenes or builtin:scenes-uninformative"
@@ -39,12 +41,13 @@ def open_data(
     faults of single samples are in ``skipped``.
     """
     path = builtin_folder(source) or Path(source)
+    _refuse_no_path(source)
     if "://" in source or source.startswith("pipe:"):
         raise UsageError(
             f"{one_line(source)}: remote data are not read; copy the shards to a local folder. Valid: {FORMS}"
         )
     if dataset_type == "csv" or (dataset_type == "auto" and path.suffix.lower() in (".csv", ".tsv")):
-        return _open_csv(path, img_key, caption_key, separator)
+        return _finish(index_csv(path, img_key, caption_key, separator), str(path))
     if path.is_dir():
         folder = find_split(path, split, purpose)
         if folder is None:
@@ -52,10 +55,43 @@ def open_data(
             wanted = split or ("train" if purpose == "train" else "test or val")
             raise UsageError(f"{path}: no split {one_line(wanted)} with shards in it; there: {one_line(there)}")
         return _open_shards(_shards_of(folder), str(path), folder.name, folder / "truth.jsonl")
-    shards = [Path(p) for part in source.split("::") for p in braceexpand(part)]
+    return _open_shards(_expanded(source), source, split or "shards", None)
+
+
+def _refuse_no_path(source: str) -> None:
+    try:
+        if not source.strip():
+            raise UsageError(f"{source!r}: no data named; valid: {FORMS}")
+        Path(source).is_dir()
+    except OSError as error:  # a name too long for the file system
+        raise UsageError(f"{one_line(source)}: {error.strerror}; valid: {FORMS}") from None
+
+
+def _expanded(source: str) -> list[Path]:
+    """The shards of a pattern: '::' between patterns, braces, and wildcards where they match. Errors: UsageError."""
+    shards: list[Path] = []
+    for part in source.split("::"):
+        count = 1
+        for low, high in re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})", part):
+            count *= abs(int(high) - int(low)) + 1
+        if count > MAX_SHARDS or re.search(r"\.\.-?\d{19}", part):
+            raise UsageError(f"{one_line(part)}: a pattern of more than {MAX_SHARDS:,} shards")
+        try:
+            names = list(braceexpand(part))
+        except ValueError as error:
+            raise UsageError(f"{one_line(part)}: not a shard pattern: {one_line(error, 60)}; valid: {FORMS}") from None
+        for name in names:
+            wild = glob.has_magic(name) and not Path(name).exists()
+            found = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
+            shards += _in_order([Path(p) for p in found]) or [Path(name)]
     if not any(s.suffix == ".tar" for s in shards):
         raise UsageError(f"{one_line(source)}: no such data; valid: {FORMS}")
-    return _open_shards(shards, source, split or "shards", None)
+    return shards
+
+
+def _in_order(shards: Iterable[Path]) -> list[Path]:
+    """2.tar before 10.tar."""
+    return sorted(shards, key=lambda p: (str(p.parent), len(p.stem), p.stem))
 
 
 def find_split(root: Path, split: str | None, purpose: str) -> Path | None:
@@ -90,16 +126,19 @@ def builtin_folder(source: str) -> Path | None:
 
 def _shards_of(folder: Path) -> list[Path]:
     """All shards of a split folder; nshards.txt, where it is there, must agree with them."""
-    there = sorted(folder.glob("*.tar"), key=lambda p: (len(p.stem), p.stem))
+    there = _in_order(folder.glob("*.tar"))
     count_file = folder / "nshards.txt"
     if not count_file.is_file():
         return there
     text = count_file.read_text(encoding="utf-8", errors="replace").strip()
-    if not text.isdigit():
-        raise UsageError(f"{count_file}: a number of shards is expected, got {one_line(text, 60)!r}")
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not 0 < int(text) <= MAX_SHARDS:
+        raise UsageError(
+            f"{count_file}: a number of shards, 1 to {MAX_SHARDS:,}, is expected, got {one_line(text, 60)!r}; "
+            f"shards there: {len(there)}"
+        )
     expected = [folder / f"{i}.tar" for i in range(int(text))]
-    missing = [p.name for p in expected if p not in there]
-    extra = [p.name for p in there if p not in expected]
+    missing = [p.name for p in expected if p not in set(there)]
+    extra = [p.name for p in there if p not in set(expected)]
     if missing or extra:
         raise UsageError(
             f"{count_file} says {text} shards (0.tar to {int(text) - 1}.tar); missing: "
@@ -116,8 +155,9 @@ def _open_shards(shards: list[Path], path: str, split: str, truth_file: Path | N
     seen: set[str] = set()
     for shard in shards:
         samples = index_shard(shard)
-        if samples and all(s.text is None for s in samples if s.image is not None):
-            raise UsageError(f"{shard}: no captions: none of its {len(samples)} samples has a KEY.txt")
+        pictures = [s for s in samples if s.image is not None]
+        if pictures and all(s.text is None and s.fault is None for s in pictures):
+            raise UsageError(f"{shard}: no captions: none of its {len(pictures)} pictures has a KEY.txt")
         for sample in samples:
             _take(data, sample, seen)
     _finish(data, path)
@@ -131,7 +171,7 @@ def _take(data: ImageTextData, sample: Sample, seen: set[str]) -> None:
     fault = sample.fault or fault
     if sample.image is None:
         fault = fault or "no picture beside its captions"
-    if sample.key in seen:
+    if sample.key in seen and sample.fault is None:
         fault = "a duplicate key: the first one is kept"
     if fault is not None or sample.image is None:
         data.skipped.append(BadSample(sample.key, sample.shard, fault or "no picture"))
@@ -150,7 +190,7 @@ def _captions(text: bytes | None) -> tuple[list[str], str | None]:
     if text is None:
         return [], "no caption: KEY.txt is missing"
     try:
-        lines = [line.strip() for line in text.decode("utf-8").split("\n")]
+        lines = [line.strip() for line in text.decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         return [], f"an undecodable caption: {error.reason} at byte {error.start}"
     lines = [line for line in lines if line]
@@ -167,15 +207,22 @@ def _finish(data: ImageTextData, path: str) -> ImageTextData:
 def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
     """truth.jsonl, one line an image; lines of skipped images are passed over. Errors: UsageError naming the line."""
     by_key: dict[str, ImageTruth] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            entry: dict[str, Any] = json.loads(line)
-            captions = [CaptionTruth(str(c["level"]), c.get("relevant")) for c in entry["captions"]]
-            by_key[entry["key"]] = ImageTruth(entry.get("n_objects"), captions)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            key, truth = _truth_of(json.loads(line))
+            if key in by_key:
+                raise ValueError(f"{key!r} has a line already, line {line_of[key]}")
+        except KeyError as error:
+            raise UsageError(f"{path}, line {number}: not a truth of an image: no {error}") from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}, line {number}: not a truth of an image: {one_line(error)}") from None
+        by_key[key], line_of[key] = truth, number
+    for key, truth in by_key.items():
+        for unknown in (k for c in truth.captions for k in c.relevant or () if k not in by_key):
+            raise UsageError(f"{path}, line {line_of[key]}: relevant names {one_line(unknown, 80)}, which has no line")
     for key, own in zip(data.keys, data.captions, strict=True):
         if key not in by_key or len(by_key[key].captions) != len(own):
             raise UsageError(
@@ -185,46 +232,14 @@ def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
     return [by_key[key] for key in data.keys]
 
 
-def _open_csv(path: Path, img_key: str, caption_key: str, separator: str) -> ImageTextData:
-    """open_clip's CSV: a picture's path and a caption a row; rows of one path are one image with several captions."""
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
-    if len(separator) != 1:
-        raise UsageError(f"--csv-separator {separator!r}: a single character is expected")
-    data = ImageTextData(str(path), "csv", [], [], [])
-    row_of: dict[str, int] = {}
-    csv.field_size_limit(MAX_CAPTION_BYTES)
-    for number, row in _csv_rows(path, img_key, caption_key, separator):
-        key, caption = (row.get(img_key) or "").strip(), (row.get(caption_key) or "").strip()
-        if not key or not caption:
-            what = "no caption" if key else "no image path"
-            data.skipped.append(BadSample(key or f"line {number}", str(path), f"{what}, line {number}"))
-            continue
-        if key in row_of:
-            data.captions[row_of[key]].append(caption)
-            continue
-        row_of[key] = len(data.keys)
-        data.keys.append(key)
-        data.captions.append([caption])
-        # open_clip reads paths from where it runs; a path beside the CSV is what a moved data set has
-        place = Path(key) if Path(key).is_absolute() or Path(key).exists() else path.parent / key
-        data.places.append((str(place), -1, 0))
-    return _finish(data, str(path))
-
-
-def _csv_rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, delimiter=separator)
-            columns = list(reader.fieldnames or [])
-            for wanted, flag in ((img_key, "--csv-img-key"), (caption_key, "--csv-caption-key")):
-                if wanted not in columns:
-                    raise UsageError(
-                        f"{path}: no column {one_line(wanted)!r} ({flag}){nearest(wanted, columns)}; "
-                        f"with --csv-separator {separator!r} its columns are: "
-                        f"{one_line(', '.join(columns) or 'none, the file is empty', 160)}"
-                    )
-            for row in reader:
-                yield reader.line_num, row
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path}: not readable as CSV: {one_line(error)}") from None
+def _truth_of(entry: Any) -> tuple[str, ImageTruth]:
+    """A line of truth.jsonl. Errors: KeyError, TypeError, AttributeError, ValueError."""
+    key, n_objects, captions = entry["key"], entry.get("n_objects"), []
+    if not isinstance(key, str) or not isinstance(n_objects, int | None):
+        raise ValueError("key must be a string and n_objects a whole number")
+    for caption in entry["captions"]:
+        relevant = caption.get("relevant")
+        if relevant is not None and not (isinstance(relevant, list) and all(isinstance(k, str) for k in relevant)):
+            raise ValueError("relevant must be a list of keys")
+        captions.append(CaptionTruth(str(caption["level"]), relevant))
+    return key, ImageTruth(n_objects, captions)

@@ -51,6 +51,15 @@ def barrier() -> None:
         dist.barrier()
 
 
+def fewest(n: int, device: torch.device) -> int:
+    """The smallest of the ranks' numbers."""
+    if world()[1] == 1:
+        return n
+    number = torch.tensor(n, device=device)
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return int(number)
+
+
 def gather_ids(ids: Tensor) -> Tensor:
     """Ids of all ranks in rank order: [B_r] -> [sum of B_r]. Ranks may hold different numbers of rows."""
     if world()[1] == 1:

@@ -64,7 +64,11 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
         default = action.metavar_default if hasattr(action, "metavar_default") else None
-        return shown if default is False or default in (None, "", []) else f"{shown} [{default if default != TAB else 'tab'}]"
+        return (
+            shown
+            if default is False or default in (None, "", [])
+            else f"{shown} [{default if default != TAB else 'tab'}]"
+        )
 
 
 def _flag_name(field: dataclasses.Field[Any]) -> str:

@@ -6,19 +6,26 @@ with any number of workers, and exact resumption plain index arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
+import stat
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mmclip.errors import one_line
 
 MAX_PIXELS = 100_000_000  # a larger picture is a fault, or an attack
+MAX_BYTES = 256_000_000  # the same, before anything is read
+MAX_ASPECT = 200  # resizing the short side of a line of pixels would ask for gigabytes
+# Decoders of pictures only: Pillow would also hand PostScript under a picture's name to Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_TAIL = 64  # bytes: a PNG's checksum and a JPEG's last coefficients, which tell pictures of one size apart
 
 
 class BadSample(Exception):
@@ -71,20 +78,29 @@ class ImageTextData:
         """The picture of a row, decoded, in RGB. Errors: BadSample naming key, file and reason."""
         path, offset, size = self.places[row]
         try:
+            if offset < 0:
+                offset, size = 0, picture_size(path)
+            if size > MAX_BYTES:
+                raise ValueError(f"{size:,} bytes, above {MAX_BYTES:,}")
             with open(path, "rb") as file:
-                if offset >= 0:
-                    file.seek(offset)
-                content = file.read(size) if offset >= 0 else file.read()
+                file.seek(offset)
+                content = file.read(size)
             if not content:
                 raise ValueError("an empty picture, 0 bytes")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # decoders warn of odd metadata; what cannot be decoded raises
-                image = Image.open(io.BytesIO(content))
+                image = Image.open(io.BytesIO(content), formats=FORMATS)
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"{image.width} x {image.height} pixels, above {MAX_PIXELS:,}")
+                if max(image.size) > MAX_ASPECT * min(image.size):
+                    raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_ASPECT} to 1")
                 return image.convert("RGB")
-        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, MemoryError) as error:
-            raise BadSample(self.keys[row], path, str(error)) from None
+        except UnidentifiedImageError:
+            raise BadSample(
+                self.keys[row], path, f"not a readable picture of a known kind ({', '.join(FORMATS)})"
+            ) from None
+        except Exception as error:  # damaged content makes decoders raise nearly anything
+            raise BadSample(self.keys[row], path, str(error) or type(error).__name__) from None
 
     def subset(self, rows: Sequence[int]) -> ImageTextData:
         """The data of some rows, in their order."""
@@ -100,9 +116,30 @@ class ImageTextData:
         )
 
     def fingerprint(self) -> str:
-        """16 hex digits of keys, captions and picture sizes: the same for a copy elsewhere, another for other data."""
+        """16 hex digits of keys, captions, picture sizes and last bytes: the same for a copy elsewhere, another for
+        other data."""
         digest = hashlib.sha256()
-        for key, captions, (path, offset, size) in zip(self.keys, self.captions, self.places, strict=True):
-            bytes_ = size if offset >= 0 else Path(path).stat().st_size if Path(path).exists() else -1
-            digest.update(json.dumps([key if offset >= 0 else Path(key).name, captions, bytes_]).encode())
+        with contextlib.ExitStack() as stack:
+            opened, file = "", None
+            for key, captions, (path, offset, size) in zip(self.keys, self.captions, self.places, strict=True):
+                if path != opened:
+                    stack.close()
+                    opened, file = path, None
+                    with contextlib.suppress(OSError, ValueError):
+                        size = size if offset >= 0 else picture_size(path)
+                        file = stack.enter_context(open(path, "rb"))
+                tail = b""
+                if file is not None:
+                    file.seek(max(offset, 0) + max(size - _TAIL, 0))
+                    tail = file.read(min(size, _TAIL))
+                name = key if offset >= 0 else Path(key).name
+                digest.update(json.dumps([name, captions, size, tail.hex()]).encode())
         return digest.hexdigest()[:16]
+
+
+def picture_size(path: str | Path) -> int:
+    """Bytes of a picture's own file. Errors: OSError, and ValueError for a pipe or a device, which may never end."""
+    status = Path(path).stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a plain file")
+    return status.st_size

@@ -7,12 +7,14 @@ changes it, and a run can start in the middle of an epoch.
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,7 +31,8 @@ class Batch:
 
     images [B, 3, H, W] and tokens [B, L], or None where the loader does not read them; image_id [B]: row of the image;
     caption_row [B]: row of the caption in the flattened list of captions; text_id [B]: equal for equal captions;
-    keys: B strings; bad: samples that could not be read and are missing here.
+    keys: B strings; bad: samples that could not be read and are missing here. Where none could be read, B is 0 and
+    the tensors have no rows: the batch still comes, so that ranks stay in step.
     """
 
     images: Tensor | None
@@ -90,15 +93,25 @@ class TrainBatches:
         """The permutation of all rows in an epoch, the same on every rank."""
         return np.random.default_rng([self.seed, 1, epoch]).permutation(len(self.data))
 
+    @property
+    def left_out(self) -> int:
+        """Images of an epoch that no step takes: the dropped partial batch, or fewer of them than ranks."""
+        joint = self.batch_size * self.world_size
+        rest = len(self.data) - self.steps_per_epoch * joint
+        return max(rest, 0)
+
     def rows(self, epoch: int, step: int) -> np.ndarray:
         """The rows of this rank in a step of an epoch."""
         joint = self.batch_size * self.world_size
         batch = self.order(epoch)[step * joint : (step + 1) * joint]
         return np.array_split(batch, self.world_size)[self.rank]
 
-    def caption_of(self, epoch: int, row: int) -> int:
-        """Which caption of an image is drawn in an epoch."""
-        return int(np.random.default_rng([self.seed, 2, epoch, row]).integers(len(self.data.captions[row])))
+    def drawn(self, epoch: int, rows: Sequence[int]) -> np.ndarray:
+        """The flat caption row that is drawn for each image row in an epoch."""
+        index = np.asarray(rows, dtype=np.int64)
+        first = self.first_caption[index]
+        counts = self.first_caption[index + 1] - first
+        return first + (_mixed([self.seed, 2, epoch], index) % counts.astype(np.uint64)).astype(np.int64)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from ``start_step`` on; what comes before is not read."""
@@ -115,6 +128,7 @@ class TrainBatches:
             shuffle=False,
             num_workers=self.workers if self.transform else 0,
             prefetch_factor=4 if self.workers and self.transform else None,
+            worker_init_fn=leave_interrupts,
             generator=torch.Generator(),
         )
         yield from loader
@@ -136,9 +150,14 @@ class _TrainDataset(Dataset[Batch]):
         if o.transform is not None:
             seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
             rows, images, bad = read_images(o.data, rows, o.transform, seeds)
-        flat = [int(o.first_caption[r]) + o.caption_of(self.epoch, r) for r in rows]
+        flat = o.drawn(self.epoch, rows).tolist()
         captions = [o.data.captions[r][f - int(o.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
-        tokens = o.tokenize(captions) if o.tokenize is not None and captions else None
+        tokens = None
+        if o.tokenize is not None:
+            tokens = o.tokenize(captions) if captions else o.tokenize([""])[:0]
+        if o.transform is not None and images is None:
+            _, blank, _ = read_images(_Blank(), [0], o.transform, [np.random.SeedSequence(0)])
+            images = blank[:0] if blank is not None else None
         return Batch(
             images,
             tokens,
@@ -150,6 +169,29 @@ class _TrainDataset(Dataset[Batch]):
         )
 
 
+class _Blank:
+    """Stands in for data where a batch is empty: its one picture shows what shape a transform gives."""
+
+    def read_image(self, row: int) -> Image.Image:
+        return Image.new("RGB", (64, 64))
+
+
+def leave_interrupts(worker: int) -> None:
+    """Ctrl-C is the main process's to answer: it may want to save first, and needs its workers for that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:
+    """An even hash of (seeds, row) for each row, uint64: splitmix64's finalizer, a thousand times faster than a
+    generator a row."""
+    z = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0] + rows.astype(np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
 def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
     """A number for each caption of the flattened list, equal for equal strings: [M]."""
     known: dict[str, int] = {}
@@ -157,7 +199,7 @@ def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
 
 
 def read_images(
-    data: ImageTextData,
+    data: ImageTextData | _Blank,
     rows: Sequence[int],
     transform: Transform,
     seeds: Sequence[np.random.SeedSequence] | None = None,
@@ -169,21 +211,25 @@ def read_images(
     good: list[int] = []
     images: list[Tensor] = []
     bad: list[BadSample] = []
-    states = random.getstate(), torch.get_rng_state()
-    for i, row in enumerate(rows):
-        try:
-            picture = data.read_image(row)
-        except BadSample as error:
-            bad.append(error)
-            continue
-        if seeds is not None:
-            a, b = (int(x) for x in seeds[i].generate_state(2))
-            random.seed(a)
-            torch.default_generator.manual_seed(b)  # the CPU's only: seeding CUDA here would disturb dropout
-        images.append(transform(picture))
-        good.append(row)
-    random.setstate(states[0])
-    torch.set_rng_state(states[1])
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state()
+    try:
+        for i, row in enumerate(rows):
+            try:
+                picture = data.read_image(row)
+            except BadSample as error:
+                bad.append(error)
+                continue
+            if seeds is not None:
+                a, b, c = (int(x) for x in seeds[i].generate_state(3))
+                random.seed(a)
+                torch.default_generator.manual_seed(b)  # the CPU's only: seeding CUDA here would disturb dropout
+                np.random.seed(c)  # some augmentations draw from it
+            images.append(transform(picture))
+            good.append(row)
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        np.random.set_state(states[2])
     return good, torch.stack(images) if images else None, bad
 
 
@@ -207,7 +253,11 @@ def iterate_images(
     rows = range(len(data)) if rows is None else rows
     batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
     yield from DataLoader(
-        _RowDataset(data, batches, transform), batch_size=None, num_workers=workers, generator=torch.Generator()
+        _RowDataset(data, batches, transform),
+        batch_size=None,
+        num_workers=workers,
+        worker_init_fn=leave_interrupts,
+        generator=torch.Generator(),
     )
 
 

@@ -70,10 +70,8 @@ class RunLog:
             self.last_line = now
 
     def say(self, text: str) -> None:
-        """A line that stays, above the bar."""
-        if self.progress is None:
-            return
-        if self.progress.disable:
+        """A line that stays, above the bar; from a rank without a bar as well."""
+        if self.progress is None or self.progress.disable:
             print(text, file=sys.stderr, flush=True)
         else:
             self.progress.console.print(text, markup=False, highlight=False)

@@ -11,6 +11,7 @@ from mmclip.errors import UsageError, one_line
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_CAPTION_BYTES = 1_000_000  # a larger text file is a fault, not a caption
 _BLOCK = 512  # tar's
+_PADDING = 1 << 20  # looked through behind a tar's end: writers pad to 10 KB, seldom to more
 
 
 @dataclass
@@ -28,15 +29,22 @@ def index_shard(path: Path) -> list[Sample]:
     """The samples of a tar in the order of their first members.
 
     A member's key is its path up to the first dot of its name, as webdataset has it. Members that are no plain files
-    are passed over; an absolute path or '..' is a fault of its sample. Errors: UsageError for a file that is no tar or
-    that stops before its end.
+    are passed over; an absolute path or '..' is a fault of its sample. Of a key's second picture or caption file the
+    first is kept, and one more Sample without either names the other. Errors: UsageError for a file that is no tar,
+    that stops before its end, or that goes on behind it.
     """
     samples: dict[str, Sample] = {}
+    repeated: dict[str, Sample] = {}
     size = path.stat().st_size
-    end = 0
+    end, at = 0, -1
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # ours are in ``samples``; a shard may have a million
+                if member.size < 0 or member.offset <= at:
+                    # tarfile would step back by a negative size, and read the same members for ever
+                    raise UsageError(f"{path}: damaged: its member {one_line(member.name, 80)} has a negative size")
+                at = member.offset
                 end = max(end, member.offset_data + (member.size if member.isreg() else 0))
                 if end > size:
                     raise UsageError(
@@ -44,22 +52,42 @@ def index_shard(path: Path) -> list[Sample]:
                         f"of a file of {size:,}"
                     )
                 if member.isreg():
-                    _add_member(samples, tar, member, str(path))
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+                    _add_member(samples, repeated, tar, member, str(path))
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path}: not a readable tar, or a truncated one: {one_line(error)}") from None
+        raise UsageError(f"{path}: not a readable tar, or a truncated one: {one_line(error)}{_packed(path)}") from None
     # tarfile takes a file that stops between members for complete; a whole one ends in zero blocks.
     rest = -(-end // _BLOCK) * _BLOCK
     with path.open("rb") as file:
         file.seek(rest)
         tail = file.read(2 * _BLOCK)
+        behind = file.read(_PADDING)
     if len(tail) < 2 * _BLOCK or any(tail):
         raise UsageError(f"{path}: truncated or damaged: no end-of-archive blocks at byte {rest:,} of {size:,}")
-    return list(samples.values())
+    if any(behind):
+        raise UsageError(
+            f"{path}: goes on behind its end-of-archive blocks at byte {rest:,} of {size:,}: tars joined by cat? "
+            "Their later members would be lost; list them as shards of their own"
+        )
+    return [*samples.values(), *repeated.values()]
 
 
-def _add_member(samples: dict[str, Sample], tar: tarfile.TarFile, member: tarfile.TarInfo, shard: str) -> None:
+def _packed(path: Path) -> str:
+    """A hint for a compressed tar, else ''."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+    except OSError:
+        return ""
+    kinds = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+    kind = next((name for magic, name in kinds.items() if start.startswith(magic)), None)
+    return f"; it is compressed ({kind}): unpack it, pictures are read by their place in the tar" if kind else ""
+
+
+def _add_member(
+    samples: dict[str, Sample], repeated: dict[str, Sample], tar: tarfile.TarFile, member: tarfile.TarInfo, shard: str
+) -> None:
     name = PurePosixPath(member.name)
     stem, _, suffix = name.name.partition(".")
     suffix = suffix.lower()
@@ -67,17 +95,19 @@ def _add_member(samples: dict[str, Sample], tar: tarfile.TarFile, member: tarfil
         return
     key = str(name.with_name(stem)) if stem else member.name
     sample = samples.setdefault(key, Sample(key, shard))
-    if name.is_absolute() or ".." in name.parts:
+    if (suffix == "txt" and sample.text is not None) or (suffix != "txt" and sample.image is not None):
+        what = "caption file" if suffix == "txt" else "picture"
+        fault = f"a duplicate key, two {what}s: the first one is kept"
+        repeated.setdefault(key, Sample(key, shard, fault=fault))
+    elif not member.name.isascii() and any("\ud800" <= c <= "\udfff" for c in member.name):
+        sample.fault = "a name that is not UTF-8"
+    elif name.is_absolute() or ".." in name.parts:
         sample.fault = f"its member {one_line(member.name, 80)} leaves the archive's folder"
     elif suffix == "txt":
-        if sample.text is not None:
-            sample.fault = sample.fault or "two caption files"
-        elif member.size > MAX_CAPTION_BYTES:
+        if member.size > MAX_CAPTION_BYTES:
             sample.fault = f"a caption file of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"
         else:
             file = tar.extractfile(member)
             sample.text = file.read() if file else b""
-    elif sample.image is not None:
-        sample.fault = sample.fault or "a duplicate key: two pictures"
     else:
         sample.image = (member.offset_data, member.size)

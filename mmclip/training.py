@@ -159,14 +159,20 @@ class Trainer:
         val_steps = settings.val_steps or self.batches.steps_per_epoch
         save_steps = settings.save_steps or self.batches.steps_per_epoch
         try:
-            note, seen, since, waited = "", 0, time.perf_counter(), 0.0
+            note, seen, taken, started, since, waited = "", 0, 0, self.step, time.perf_counter(), 0.0
             for batch, wait in self._remaining_batches():
                 waited += wait
                 self._note_bad(batch, log)
                 due = (self.step + 1) % settings.log_every_n_steps == 0 or self.step + 1 == self.total_steps
                 self.towers.train()
                 self.loss.train()
-                numbers = self.train_step(batch, due or self.step == 0)
+                if distributed.fewest(len(batch.image_id), self.device) == 0:
+                    # no picture of a rank could be read: towers take no empty batch, so all ranks pass the step over
+                    self.step += 1
+                    numbers: dict[str, float] = {}
+                else:
+                    numbers = self.train_step(batch, due or self.step == 0)
+                    taken += 1
                 seen += len(batch.image_id) * self.ranks
                 if numbers.get("loss") is not None:
                     elapsed = time.perf_counter() - since
@@ -190,6 +196,9 @@ class Trainer:
                 if self.step % save_steps == 0:
                     self.save()
                 since += time.perf_counter() - paused  # validation and saving are not training speed
+            if taken == 0 and self.step > started:
+                first = next(iter(f"{k} in {why}" for k, why in self.bad.items()), "on another rank")
+                raise UsageError(f"no picture could be read in {self.step - started} steps; first: {one_line(first)}")
             self.save()
         finally:
             log.close()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import signal
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -135,6 +139,61 @@ def test_bad_pictures_are_left_out_and_named(tmp_path: Path, workers: int) -> No
         bad += [(row, sample.key) for row, sample in failed]
         assert images is None or len(images) == len(read)
     assert rows == list(range(6)) and bad == [(6, "bad"), (7, "zero")]
+
+
+def test_a_batch_without_a_readable_picture_has_no_rows(tmp_path: Path) -> None:
+    members = [("bad.jpg", jpeg()[:90]), ("bad.txt", b"x"), *good(1)]
+    data = open_data(str(write_tar(tmp_path / "0.tar", members)))
+    empty = next(b for b in batches(data, images=True, batch_size=1) if b.bad)
+    assert empty.images is not None and empty.images.shape == (0, 3, 8, 8)
+    assert empty.tokens is not None and empty.tokens.shape == (0, 2)
+    assert len(empty.image_id) == len(empty.caption_row) == len(empty.text_id) == len(empty.keys) == 0
+
+
+def test_numpy_augmentations_are_reproducible_and_its_state_left_alone(data: ImageTextData) -> None:
+    def noisy(picture: object) -> torch.Tensor:
+        return torch.tensor(np.random.random(3))
+
+    state = np.random.get_state()[1].tolist()
+    one, two = (list(TrainBatches(data, noisy, None, batch_size=4, text=False, workers=w).batches(0)) for w in (0, 2))
+    for a, b in zip(one, two, strict=True):
+        assert a.images is not None and b.images is not None and torch.equal(a.images, b.images)
+    assert np.random.get_state()[1].tolist() == state
+
+
+def test_states_are_put_back_when_a_transform_fails(data: ImageTextData) -> None:
+    def fails(picture: object) -> torch.Tensor:
+        raise RuntimeError("a bug of the transform")
+
+    state = random.getstate()
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(TrainBatches(data, fails, None, batch_size=4, text=False).batches(0))
+    assert random.getstate() == state
+
+
+def test_captions_are_drawn_evenly() -> None:
+    n = 3000
+    data = ImageTextData("m", "s", [str(i) for i in range(n)], [[f"{i} {j}" for j in range(5)] for i in range(n)], [])
+    order = TrainBatches(data, None, None, batch_size=1, images=False, text=False)
+    drawn = np.stack([order.drawn(epoch, range(n)) % 5 for epoch in range(20)])
+    counts = np.bincount(drawn.ravel(), minlength=5)
+    assert abs(counts - 20 * n / 5).max() < 5 * (20 * n * 0.16) ** 0.5
+    for a, b in ((drawn[:-1], drawn[1:]), (drawn[:, :-1], drawn[:, 1:])):  # epochs and rows independent of their next
+        assert abs((a == b).mean() - 0.2) < 5 * (0.16 / a.size) ** 0.5
+
+
+@pytest.mark.parametrize(("keep", "left"), [(False, 3), (True, 0)])
+def test_left_out_counts_what_no_step_takes(keep: bool, left: int) -> None:
+    assert TrainBatches(in_memory(23), None, None, batch_size=5, drop_last=not keep).left_out == left
+    assert TrainBatches(in_memory(9), None, None, batch_size=4, world_size=2, drop_last=not keep).left_out == 1
+
+
+def test_an_interrupt_is_left_to_the_main_process(data: ImageTextData) -> None:
+    iterator = iter(TrainBatches(data, TRANSFORM, None, batch_size=1, text=False, workers=2).batches(0))
+    next(iterator)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid or 0, signal.SIGINT)
+    assert len(list(iterator)) == 22
 
 
 def test_rows_and_captions_come_in_order(data: ImageTextData) -> None:
