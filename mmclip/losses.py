@@ -1,6 +1,6 @@
 """The directional contrastive loss. It has a similarity and never redefines it.
 
-For one direction (docs/math: "Loss"; Feng & Watanabe 2026, section 3)
+For one direction (docs/math.md: "Loss"; Feng & Watanabe 2026, section 3)
 
     L_dir = mean_i -log softmax_j(s_ij)[i]
 
@@ -103,7 +103,7 @@ class ContrastiveLoss(nn.Module):
     """Weighted directional contrastive loss over raw features, with its own alpha per direction and gamma per role.
 
     Its parameters (``similarity``) must reach the optimizer; give gamma a larger learning rate than the encoders, with
-    which it cannot move (docs/math: "Similarity").
+    which it cannot move (docs/math.md: "Similarity").
 
     >>> loss = ContrastiveLoss({Direction.I2T: 1.0, Direction.T2I: 0.0}, norm="qnorm")
     >>> image, text = torch.randn(4, 8), torch.randn(4, 8)
@@ -146,9 +146,11 @@ class ContrastiveLoss(nn.Module):
         by_direction: dict[Direction, Tensor] = {}
         for direction in sorted(self.weights, key=lambda d: self.weights[d] == 0):  # trained directions first
             weight = self.weights[direction]
-            if weight == 0 and not untrained:
-                continue
             query, document = direction.roles(sides)
+            if weight == 0 and not untrained:
+                if self.training:  # its running lengths must not depend on how often its loss is asked for
+                    self.similarity.observe(direction, query, document)
+                continue
             if extra and direction.document_side in extra:
                 document = torch.cat([document, extra[direction.document_side].to(document.dtype)])
             with torch.set_grad_enabled(torch.is_grad_enabled() and weight > 0):

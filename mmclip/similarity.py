@@ -145,7 +145,7 @@ class RoleSimilarity(nn.Module):
     """The similarity with its trained parts: gamma per role (shared by the directions), alpha per direction.
 
     What CLIP calls logit scale is, for unit vectors, the whole scale of the scores. With raw lengths it is not, so
-    ``scale_init`` and ``scale_max`` speak of the **effective scale** (docs/math: "Scale of raw features")
+    ``scale_init`` and ``scale_max`` speak of the **effective scale** (docs/math.md: "Scale")
 
         alpha * E[|q|**(1 - gamma_q)] * E[|d|**(1 - gamma_d)]
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from mmclip import comparison
 from mmclip.errors import one_line
 from mmclip.evaluation import NATIVE, Results
+from mmclip.formats import NONE, delta, effect, number, rate
 from mmclip.pools import MAIN_POOL
 from mmclip.similarity import CLIP_DIRECTIONS
 
@@ -33,7 +34,6 @@ COLUMNS = (
     ("ndcg@10", "nDCG"),
 )
 _ATTRIBUTES = {"n_words": "words in the caption", "n_objects": "objects in the picture", "level": "caption level"}
-_NONE = "-"
 
 
 def make_console(file: IO[str] | None = None) -> Console:
@@ -41,41 +41,6 @@ def make_console(file: IO[str] | None = None) -> Console:
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     console.width = max(console.width, MIN_WIDTH)
     return console
-
-
-def rate(value: float | None, ci: list[float] | None = None) -> str:
-    """A fraction, with half of its interval where there is one.
-
-    >>> rate(0.4521), rate(1.0), rate(0.4521, [0.42, 0.48]), rate(None)
-    ('.452', '1.000', '.452 ±.030', '-')
-    """
-    if value is None:
-        return _NONE
-    return _bare(f"{value:.3f}") + _half(ci)
-
-
-def delta(change: Json) -> str:
-    """A difference of fractions; ``~`` marks an interval that holds 0.
-
-    >>> delta({"delta": -0.0312, "ci": [-0.05, -0.01], "within_noise": False})
-    '-.031 ±.020'
-    >>> delta({"delta": 0.002, "ci": [-0.008, 0.012], "within_noise": True})
-    '~+.002 ±.010'
-    """
-    mark = "~" if change["within_noise"] else ""
-    return f"{mark}{_bare(format(change['delta'], '+.3f'))}{_half(change['ci'])}"
-
-
-def effect(found: Json | None) -> str:
-    """Cohen's d with half of its interval.
-
-    >>> effect({"value": 0.512, "ci": [0.4, 0.6]}), effect(None)
-    ('+0.51 ±0.10', '-')
-    """
-    if found is None:
-        return _NONE
-    ci = found["ci"]
-    return f"{found['value']:+.2f}" + ("" if ci is None else f" ±{(ci[1] - ci[0]) / 2:.2f}")
 
 
 def run_table(results: Results, name: str | None = None, pool: str = MAIN_POOL) -> Group:
@@ -144,7 +109,7 @@ def lengths_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
         for direction in reversed(CLIP_DIRECTIONS):
             side = run.pools[pool]["magnitude"][direction.document_side]
             d = side["cohens_d"]
-            cells += ["", _number(side["mean"]), rate(side["cv"]), effect(d["topk"]), effect(d["corpus"])]
+            cells += ["", number(side["mean"]), rate(side["cv"]), effect(d["topk"]), effect(d["corpus"])]
         _row(table, cells)
     return _titled("embedding length", next(iter(runs.values())), pool, table)
 
@@ -174,9 +139,9 @@ def groups_table(
     for name, section in sections.items():
         rows = section[by][attribute]
         found = section["spearman"].get(attribute)
-        follows = [f"{found['value']:+.2f}" if found else _NONE] if ordered else []
+        follows = [f"{found['value']:+.2f}" if found else NONE] if ordered else []
         if not of_queries:
-            _row(table, [_name(name), " mean", *(_number(row["mean"]) for row in rows), *follows])
+            _row(table, [_name(name), " mean", *(number(row["mean"]) for row in rows), *follows])
         _row(table, [_name(name) if of_queries else "", " d topk", *(effect(row["topk"]) for row in rows)])
     title = f"|{side}| by {_ATTRIBUTES.get(attribute, attribute)}" + (" that asks" if of_queries else "")
     return _titled(title, None, pool, table)
@@ -294,16 +259,3 @@ def _name(name: object) -> Text:
     text = Text(one_line(name), no_wrap=True)
     text.truncate(NAME_WIDTH, overflow="ellipsis")
     return text
-
-
-def _number(value: float | None) -> str:
-    return _NONE if value is None else f"{value:#.4g}"
-
-
-def _half(ci: list[float] | None) -> str:
-    return "" if ci is None else " ±" + _bare(f"{(ci[1] - ci[0]) / 2:.3f}")
-
-
-def _bare(number: str) -> str:
-    """0.452 -> .452; the sign stays."""
-    return number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number
