@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def start(device: str) -> torch.device:
             raise UsageError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
         torch.cuda.set_device(chosen)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        # Ranks wait while rank 0 validates, or fills a cache: longer than the backends' defaults.
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timedelta(hours=3))
     return chosen
 
 
