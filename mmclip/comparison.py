@@ -81,7 +81,7 @@ def verdict(
     LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
     USEFUL: (1) success@1 native - cosine of the run exceeds the control's dot - cosine: the paired interval lies
     above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0, yes where
-    its paired interval is not, and open (None) between, where the difference is within noise. Condition (1) alone
+    its paired interval lies above 0, and open (None) between, where the difference is within noise. Condition (1) alone
     would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose length says
     nothing beats it.
 
@@ -171,9 +171,9 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
     beside = metrics.paired_difference(hits(baseline, "cosine"), hits(run, NATIVE), clusters, **options)
     report["native_minus_baseline_cosine"] = _delta(beside)
     words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
-    if above and beside[0] >= 0 > beside[1]:
+    if above and beside[0] >= 0 >= beside[1]:
         return {**report, **_undecided(f"{words}, not below it but within noise of it")}
-    useful = above and beside[1] >= 0
+    useful = above and beside[1] > 0
     head = "Length is useful" if useful else "Length is not shown to be useful"
     return {**report, "verdict": useful, "sentence": f"{head}: {words}."}
 

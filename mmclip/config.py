@@ -248,10 +248,10 @@ With no data flags it trains on built-in scenes (configs/scenes.yaml), drawn on 
 
 EXAMPLES = """examples:
   python scripts/train_clip.py --loss asym-i2t --norm qnorm
-      the built-in scenes, a few minutes on a CPU
+      the built-in scenes, a minute and a half on a CPU
 
   python scripts/train_clip.py --config flickr8k_heads --train-data DIR/flickr8k --loss sym --norm cosine
-      projection heads on two frozen pretrained trunks, a minute or two on a CPU once features are cached
+      projection heads on two frozen pretrained trunks, half a minute on a CPU once features are cached
 
   torchrun --nproc-per-node 8 -- scripts/train_clip.py --config coco_vitb32 --loss asym-i2t --norm qnorm \\
       --train-data 'COCO/train/{0..59}.tar' --val-data COCO --val-split val

@@ -68,14 +68,14 @@ Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the mode
 native in cosine."""
 
 EXAMPLES = """examples:
-  python scripts/evaluate.py --model logs/demo/qnorm --data builtin:scenes
+  python scripts/evaluate.py --model logs/demo-scenes-seed0/qnorm --data builtin:scenes
       an mmclip run on the built-in scenes
 
   python scripts/evaluate.py --model ViT-B-32 --pretrained laion2b_s34b_b79k --data DIR/flickr8k --output logs/zero-shot
       any open_clip model on your own data
 
-  python scripts/evaluate.py --compare logs/demo/baseline logs/demo/qnorm logs/demo/control \\
-      --control logs/demo/control --baseline logs/demo/baseline --plot tradeoff.png
+  D=logs/demo-scenes-seed0; python scripts/evaluate.py --compare $D/baseline $D/qnorm $D/control \\
+      --control $D/control --baseline $D/baseline --plot tradeoff.png
       finished runs, nothing encoded again: was magnitude learned, is it useful, and what did it cost?"""
 
 

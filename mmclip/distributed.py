@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmclip.errors import UsageError
+from mmclip.errors import UsageError, one_line
 
 
 def world() -> tuple[int, int]:
@@ -32,7 +32,10 @@ def start(device: str) -> torch.device:
         raise UsageError(f"--device {device}: this machine has no usable CUDA device; valid here: cpu, auto")
     if device == "cuda":
         device = f"cuda:{local_rank}"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"--device {one_line(device)}: unknown; valid: auto, cpu, cuda, cuda:N") from None
     if chosen.type == "cuda":
         if chosen.index is not None and chosen.index >= torch.cuda.device_count():
             raise UsageError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")

@@ -32,7 +32,12 @@ def evaluate_model(settings: EvaluateSettings) -> None:
         runs[name] = results
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
     verdicts = [v for r in runs.values() for v in _verdicts(r, control, baseline)] if control is not None else []
-    if settings.model is None and len(runs) == 1:
+    if settings.control is not None and not verdicts:
+        raise UsageError(
+            f"--control {one_line(settings.control)}: none of the runs has its loss and keeps its documents' length "
+            "(gamma_d below 1), so there is nothing to give a verdict on"
+        )
+    if settings.model is None and len(runs) == 1 and not verdicts:
         name, results = next(iter(runs.items()))
         print_run(results, name, groups=True)
     elif len(runs) > 1 or verdicts:
@@ -68,13 +73,14 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     runner = Runner(
         device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size, settings.workers
     )
+    where = Path(settings.output) if settings.output else _default_output(folder, settings.model, data)
+    where.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is found before the work, not after
     source = EvalSource.open(data, distractors, model, runner, None)
     about: dict[str, Any] = {"trained_with": model.facts, "versions": facts.versions()}
     native = facts.native_exponents(model.facts)
     name = folder.name if folder else settings.model
     results = evaluate_source(source, model, runner, native, settings.model, about, settings.seed)
     print_run(results, name, groups=True)
-    where = Path(settings.output) if settings.output else _default_output(folder, settings.model, data)
     print(f"results: {save_results(results, where)}")
     return name, results
 

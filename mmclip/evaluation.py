@@ -258,8 +258,10 @@ def load_results(path: str | Path) -> Results:
             raise UsageError(f"no file {one_line(file)}; an evaluated run has {RESULTS_FILE} and {PER_QUERY_FILE}")
     try:
         content = json.loads(document.read_text(encoding="utf-8"))
-        missing = [k for k in ("retrieval", "magnitude", "data") if k not in content]
-    except (ValueError, TypeError) as error:
+        missing = [
+            k for k in ("retrieval", "magnitude", "data", "trained_with") if not isinstance(content.get(k), dict)
+        ]
+    except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{one_line(document)} is not a results.json: {one_line(error)}") from None
     if missing:
         raise UsageError(f"{one_line(document)} is not a results.json: it has no {', '.join(missing)}")
@@ -267,5 +269,6 @@ def load_results(path: str | Path) -> Results:
         with np.load(arrays, allow_pickle=False) as file:
             per_query = {name: file[name] for name in file.files}
     except (ValueError, OSError, BadZipFile) as error:
-        raise UsageError(f"{one_line(arrays)} cannot be read: {one_line(error)}") from None
+        kind = "" if isinstance(error, ValueError) else f": {one_line(error)}"  # numpy's advice there is to unpickle it
+        raise UsageError(f"{one_line(arrays)} is not an array file that can be read safely{kind}") from None
     return Results(content, per_query)

@@ -184,6 +184,8 @@ def _convert(field: dataclasses.Field[Any], value: Any, path: Path) -> Any:
             raise UsageError(f"{where} is true or false, got {one_line(value)!r}")
         return value
     if value is None:
+        if field.default is not None:
+            raise UsageError(f"{where} needs a value, got null")
         return None
     if field.metadata["nargs"]:
         if not isinstance(value, list):
@@ -219,6 +221,10 @@ def run_script(main: Callable[[], None]) -> NoReturn:
         main()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a folder that cannot be written, a full disk
+        where = f"{one_line(error.filename)}: " if error.filename else ""
+        print(f"error: {where}{one_line(error.strerror or error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -23,7 +23,7 @@ from mmclip.pools import MAIN_POOL
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Json = dict[str, Any]
-MIN_WIDTH = 100  # no table is wider; a narrower terminal folds lines, which is better than numbers cut off
+MIN_WIDTH = 132  # no table is wider; a narrower terminal folds lines, which is better than numbers cut off
 NAME_WIDTH = 22
 COLUMNS = (
     ("success@1", "S@1"),

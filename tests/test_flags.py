@@ -88,6 +88,7 @@ def test_bad_flags_are_one_line_that_says_what_is_valid(argv: list[str], told: l
         ("norm: dott", ["dott", "qnorm"]),
         ("lr: [1]", ["lr is a single value"]),
         ("lr: quick", ["quick"]),
+        ("lr: null", ["lr needs a value"]),
         ("lock_image: 3", ["true or false"]),
         ("compare: logs/a", ["compare is a list"]),
         ("- lr", ["'name: value'"]),

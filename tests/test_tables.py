@@ -109,3 +109,11 @@ def test_the_picture_is_drawn_for_any_names(runs, tmp_path):
         path = plot_tradeoff(runs, tmp_path / "t.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["t.png"]
+
+
+def test_no_number_of_the_widest_table_is_cut(runs):
+    """Labels of merged scorings are long: every header and every median rank must still be whole."""
+    for line in printed(print_run, next(iter(runs.values()))).splitlines():
+        assert "…" not in line.replace("\\x1b…", "")
+        if line.lstrip().startswith("S@1"):
+            assert line.split().count("nDCG") == 2 and line.split().count("medR") == 2
