@@ -33,6 +33,12 @@ COLUMNS = (
     ("mrr@10", "MRR"),
     ("ndcg@10", "nDCG"),
 )
+_LEGEND = """pools: retrieval, all images and captions; full, captions that describe everything; distractors, more
+candidates that match nothing. S@k: a relevant one among the best k; R@5: share of all relevant ones,
+small where a caption fits many images. d: Cohen's d of length, relevant against irrelevant among each
+query's 10 best by cosine (topk), or documents relevant to some query against those relevant to none
+(corpus); its null is a control run, not 0. CV: std/mean.
+"""
 _ATTRIBUTES = {"n_words": "words in the caption", "n_objects": "objects in the picture", "level": "caption level"}
 
 
@@ -210,6 +216,7 @@ def print_verdict(verdict: Json, console: Console | None = None) -> None:
 
 
 def _print_lengths(runs: Mapping[str, Results], console: Console, groups: bool) -> None:
+    console.print(Text(_LEGEND, style="dim"))
     first = next(iter(runs.values()))
     for pool in first.pools:
         console.print(lengths_table(runs, pool))
