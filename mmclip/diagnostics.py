@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
 
 from mmclip import metrics
 
@@ -154,14 +155,7 @@ def spearman(x: ArrayLike, y: ArrayLike) -> Effect:
         return None, f"{len(a)} items: a correlation needs 3"
     if np.ptp(b) == 0 or np.ptp(a) <= FLAT_CV * abs(a.mean()):
         return None, "one of the two does not vary"
-    return {"value": float(np.corrcoef(_mean_ranks(a), _mean_ranks(b))[0, 1]), "n": len(a)}, None
-
-
-def _mean_ranks(x: Array) -> Array:
-    _, member, count = np.unique(x, return_inverse=True, return_counts=True)
-    last = np.cumsum(count)
-    result: Array = (last - (count - 1) / 2.0)[member]
-    return result
+    return {"value": float(np.corrcoef(rankdata(a), rankdata(b))[0, 1]), "n": len(a)}, None
 
 
 def number_bins(values: ArrayLike, at_most: int = 5) -> tuple[Array, list[str]]:

@@ -100,12 +100,6 @@ class TrainBatches:
         rest = len(self.data) - self.steps_per_epoch * joint
         return max(rest, 0)
 
-    def rows(self, epoch: int, step: int) -> np.ndarray:
-        """The rows of this rank in a step of an epoch."""
-        joint = self.batch_size * self.world_size
-        batch = self.order(epoch)[step * joint : (step + 1) * joint]
-        return np.array_split(batch, self.world_size)[self.rank]
-
     def drawn(self, epoch: int, rows: Sequence[int]) -> np.ndarray:
         """The flat caption row that is drawn for each image row in an epoch."""
         index = np.asarray(rows, dtype=np.int64)

@@ -98,7 +98,7 @@ def _introduce(trainer: Trainer) -> None:
     val = trainer.val_source.main.data if trainer.val_source else None
     print(f"{settings.loss} loss, {settings.norm} normalization -> {trainer.folder}", file=sys.stderr)
     print(
-        f"{len(data):,} images of {one_line(data.path)} [{data.split}]; "
+        f"{len(data):,} images of {one_line(data.path)} [{data.split}], {trainer.batches.left_out} left out an epoch; "
         + (f"evaluation on {len(val):,} of {one_line(val.path)} [{val.split}]" if val else "no evaluation data"),
         file=sys.stderr,
     )

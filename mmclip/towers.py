@@ -39,10 +39,6 @@ class Towers(nn.Module):
                 parameter.requires_grad_(False)
 
     @property
-    def embed_dim(self) -> int:
-        return int(self.model_cfg["embed_dim"])
-
-    @property
     def text_module(self) -> Any:
         """The module that holds the text projection: CustomTextCLIP's text tower, or CLIP itself."""
         return getattr(self.clip, "text", None) or self.clip
