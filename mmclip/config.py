@@ -58,9 +58,16 @@ class TrainSettings:
     csv_img_key: str = flag("filepath", DATA, "CSV column of image paths")
     csv_caption_key: str = flag("title", DATA, "CSV column of captions")
     csv_separator: str = flag("\t", DATA, "CSV separator")
-    batch_size: int = flag(64, DATA, "images per step and process", metavar="B")
+    batch_size: int = flag(64, DATA, "images per step and process (with --accum-freq: per forward pass)", metavar="B")
     keep_last: bool = flag(False, DATA, "train on the last, partial batch of an epoch too, instead of dropping it")
     workers: int = flag(2, DATA, "processes that read and decode images; the result does not depend on it", metavar="N")
+    max_bad_samples: int | None = flag(
+        None,
+        DATA,
+        "stop with an error when more training samples than this cannot be used; default: skip, count and name them",
+        type=int,
+        metavar="N",
+    )
     aug_cfg: list[str] | None = flag(
         None,
         DATA,
@@ -122,6 +129,13 @@ class TrainSettings:
     max_steps: int | None = flag(
         None, OPTIMIZATION, "stop after this many steps, whatever the epochs", type=int, metavar="N"
     )
+    accum_freq: int = flag(
+        1,
+        OPTIMIZATION,
+        "forward passes per step: the loss sees all their pairs as one batch, with that batch's exact gradients; "
+        "less memory, one more forward pass",
+        metavar="K",
+    )
     lr: float = flag(5e-4, OPTIMIZATION, "peak learning rate of the towers and of alpha")
     gamma_lr: float = flag(1e-2, OPTIMIZATION, "peak learning rate of gamma (at the towers' it cannot move)")
     wd: float = flag(0.2, OPTIMIZATION, "weight decay of matrices; biases, norms, alpha and gamma have none")
@@ -150,7 +164,14 @@ class TrainSettings:
     logs: str = flag("logs", RUN, "folder of runs", metavar="DIR")
     name: str | None = flag(None, RUN, "name of the run's folder [time, loss and norm]")
     seed: int = flag(0, RUN, "everything random follows from it")
-    resume: str | None = flag(None, RUN, "continue a run: 'latest' (with --name) or a checkpoint file")
+    resume: str | None = flag(
+        None,
+        RUN,
+        "continue a run: a checkpoint file, or 'latest' (with --name); 'latest' starts over where a run was stopped "
+        "before its first checkpoint",
+    )
+    keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
+    strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")
     val_steps: int | None = flag(None, RUN, "validate both directions every N steps [an epoch]", type=int, metavar="N")
     save_steps: int | None = flag(None, RUN, "write a checkpoint every N steps [an epoch]", type=int, metavar="N")
     log_every_n_steps: int = flag(10, RUN, "steps between lines of metrics.jsonl", metavar="N")
@@ -166,6 +187,8 @@ class TrainSettings:
     def _check_numbers(self) -> None:
         at_least_one = (
             "batch_size",
+            "accum_freq",
+            "keep_checkpoints",
             "epochs",
             "max_steps",
             "train_num_samples",
@@ -176,7 +199,7 @@ class TrainSettings:
             "force_context_length",
         )
         above_zero = ("lr", "gamma_lr", "eps", "logit_scale_init", "logit_scale_max", "grad_clip_norm")
-        not_negative = ("wd", "proj_wd", "warmup", "workers", "seed")
+        not_negative = ("wd", "proj_wd", "warmup", "workers", "seed", "max_bad_samples")
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
             (above_zero, "a number above 0", lambda v: v > 0),

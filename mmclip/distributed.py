@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmclip.errors import UsageError, one_line
+
+T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
@@ -56,13 +58,22 @@ def barrier() -> None:
         dist.barrier()
 
 
-def fewest(n: int, device: torch.device) -> int:
-    """The smallest of the ranks' numbers."""
+def largest(numbers: list[int], device: torch.device) -> list[int]:
+    """For each of several numbers the largest that a rank has."""
     if world()[1] == 1:
-        return n
-    number = torch.tensor(n, device=device)
-    dist.all_reduce(number, op=dist.ReduceOp.MIN)
-    return int(number)
+        return numbers
+    tensor = torch.tensor(numbers, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [int(n) for n in tensor]
+
+
+def gather_objects(item: T) -> list[T]:
+    """A plain value of every rank, in rank order."""
+    if world()[1] == 1:
+        return [item]
+    items: list[Any] = [None] * world()[1]
+    dist.all_gather_object(items, item)
+    return items
 
 
 def gather_ids(ids: Tensor) -> Tensor:

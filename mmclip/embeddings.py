@@ -58,7 +58,7 @@ class Runner:
             task = bar.add_task(label, total=len(rows), note="")
             for batch_rows, images, failed in iterate_images(data, transform, self.batch_size, self.workers, rows):
                 for row, sample in failed:
-                    bad[row] = f"{one_line(sample.key, 80)} in {one_line(sample.where, 120)}: {one_line(sample.reason)}"
+                    bad[row] = f"{sample.where}: {sample.reason}"
                 if images is not None:
                     with self.autocast():
                         features = encode(images.to(self.device, non_blocking=True)).float().cpu()
@@ -68,10 +68,8 @@ class Runner:
                 bar.advance(task, len(batch_rows) + len(failed))
         self._say(f"{label}: {len(rows)} done")
         if out is None:
-            raise UsageError(
-                f"{one_line(data.path)}: none of {len(rows)} images can be read; first: "
-                f"{next(iter(bad.values()), 'the split is empty')}"
-            )
+            first = next((f"{data.keys[row]} in {why}" for row, why in bad.items()), "the split is empty")
+            raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: {one_line(first)}")
         return out, bad
 
     @torch.no_grad()

@@ -16,5 +16,6 @@ def one_line(text: object, limit: int = 300) -> str:
     >>> one_line("two\\nlines")
     'two\\\\nlines'
     """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    start = str(text)[: limit + 1]  # no more can be shown, and a text may be a megabyte
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in start)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

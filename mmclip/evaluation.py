@@ -8,7 +8,6 @@ single query, is kept beside the JSON in ``per_query.npz``.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from mmclip import diagnostics, metrics
 from mmclip.errors import UsageError, one_line
+from mmclip.files import write_atomically, write_text_atomically
 from mmclip.pools import MAIN_POOL, EvalData, Pool, make_pools
 from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, rank
 from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, Direction, Exponents, magnitude
@@ -235,13 +235,13 @@ def save_results(results: Results, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results.json, indent=1, allow_nan=False, ensure_ascii=False)
-    arrays = folder / f".{PER_QUERY_FILE}.tmp"
-    with arrays.open("wb") as file:
-        np.savez_compressed(file, **results.per_query)  # type: ignore[arg-type]
-    os.replace(arrays, folder / PER_QUERY_FILE)
-    document = folder / f".{RESULTS_FILE}.tmp"
-    document.write_text(text + "\n", encoding="utf-8")
-    os.replace(document, folder / RESULTS_FILE)
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:  # given a name, numpy would add its own ending
+            np.savez_compressed(file, **results.per_query)  # type: ignore[arg-type]
+
+    write_atomically(folder / PER_QUERY_FILE, write)
+    write_text_atomically(folder / RESULTS_FILE, text + "\n")
     return folder / RESULTS_FILE
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from mmclip import checkpoints, facts
 from mmclip.build import Model
 from mmclip.embeddings import Runner
-from mmclip.errors import one_line
+from mmclip.errors import UsageError
 from mmclip.eval_source import EvalSource
 from mmclip.evaluation import Results, evaluate, load_results, save_results
-from mmclip.similarity import Exponents
+from mmclip.similarity import CLIP_DIRECTIONS, Exponents
+from mmclip.skipped import told
 from mmclip.tables import print_comparison, print_run
 from mmclip.training import Trainer
 
@@ -24,14 +25,19 @@ def finish(trainer: Trainer) -> Results | None:
     about = {
         **trained,
         "model": settings.model,
-        "data": {"path": trainer.source.data.path, "split": trainer.source.data.split, "key": trainer.data_key},
+        "data": {
+            "path": trainer.source.data.path,
+            "split": trainer.source.data.split,
+            "key": trainer.fingerprints["data"],
+        },
         "steps": trainer.step,
         "seed": settings.seed,
         "versions": facts.versions(),
     }
     log_alpha = float(loss.similarity.logit_scale(facts.main_direction(loss)).detach())
     checkpoints.export_model(trainer.folder / "model", trainer.model, log_alpha, about)
-    _report_skipped(trainer.bad | trainer.source.skipped, "training")
+    if trainer.skipped.why:
+        print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
     print(f"model: {trainer.folder / 'model'}", file=sys.stderr)
     if trainer.val_source is None:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
@@ -45,12 +51,24 @@ def finish(trainer: Trainer) -> Results | None:
         {"trained_with": trained, "seed": settings.seed, "versions": facts.versions()},
         settings.seed,
     )
+    # the last validation: the run's alarms look at it, too
+    last = {
+        f"val_{d.value}_success@1_{scoring}": results.json["retrieval"][d.value][scoring]["success@1"]
+        for d in CLIP_DIRECTIONS
+        for scoring in ("native", "cosine")
+    }
+    for alarm in trainer.alarms.validation(last):
+        print(f"alarm: {alarm.text}", file=sys.stderr)
+        trainer.told.append(alarm)
+    results.json["alarms"] = {a.name: a.text for a in trainer.told}
     save_results(results, trainer.folder)
     name = trainer.folder.name
     print_run(results, name)
     if settings.compare:
         print_comparison({name: results, **load_runs(settings.compare)})
     print(f"results: {trainer.folder / 'results.json'}")
+    if settings.strict and trainer.told:
+        raise UsageError(f"alarm (--strict): {trainer.told[0].text}")
     return results
 
 
@@ -65,7 +83,8 @@ def evaluate_source(
 ) -> Results:
     """Encode an evaluation set once and evaluate it."""
     data = source.eval_data(model, runner)
-    _report_skipped(source.skipped, "evaluation")
+    if source.skipped:
+        print(f"evaluation data: {told(source.skipped)}", file=sys.stderr)
     known = {
         "model": model_name,
         "data": {"path": source.main.data.path, "split": source.main.data.split},
@@ -79,10 +98,3 @@ def load_runs(paths: list[str]) -> dict[str, Results]:
     """Finished runs by a short name: the folder's, or the whole path where two folders are called alike."""
     names = [Path(p).name for p in paths]
     return {n if names.count(n) == 1 else p: load_results(p) for n, p in zip(names, paths, strict=True)}
-
-
-def _report_skipped(skipped: dict[str, str], what: str) -> None:
-    if skipped:
-        first = "; ".join(f"{one_line(k, 60)} ({one_line(why, 160)})" for k, why in list(skipped.items())[:5])
-        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-        print(f"skipped {len(skipped)} samples of the {what} data: {first}{more}", file=sys.stderr)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import io
+import math
 import os
 import re
 import sys
@@ -22,7 +24,11 @@ from mmclip.errors import UsageError, one_line
 
 S = TypeVar("S")
 TAB = "\t"
+MAX_CONFIG_BYTES = 100_000  # PyYAML takes two seconds for so many; ours have one or two kilobytes
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_YAML = "tag:yaml.org,2002:"
+_PLAIN_TAGS = {_YAML + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "value")}
+_KINDS = {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}
 
 
 def flag(
@@ -36,8 +42,30 @@ def flag(
 ) -> Any:
     """A dataclass field that is also a flag. ``type`` converts its text; a bool default makes --x/--no-x."""
     kind = type or (str if default is None else default.__class__)
+    kind = whole_number if kind is int else kind
     metadata = {"group": group, "help": help, "type": kind, "choices": choices, "metavar": metavar, "nargs": nargs}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def whole_number(text: str) -> int:
+    """'3' and '3.0' -> 3. Errors: ArgumentTypeError for anything that is no whole number of at most 18 digits.
+
+    >>> whole_number("1e3")
+    1000
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not number.is_integer():
+            raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} is not a whole number") from None
+        value = int(number)
+    if abs(value) >= 10**18:  # what comes after could not count so far
+        raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} has more than 18 digits")
+    return value
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
@@ -159,52 +187,81 @@ def _find_config(name: str, folder: Path) -> Path:
 def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
     """The settings in a YAML file, keys with - or _; ${NAME} and ${NAME:-default} come from the environment.
 
-    Only plain YAML is read (safe_load): a file that asks for objects is an error. Errors: UsageError naming the file.
+    YAML's structure is read and nothing is built from it: a value is the text that stands there, converted as a flag's
+    is, so no tag can ask for an object and no alias can grow. Errors: UsageError naming the file.
     """
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: not readable as YAML: {one_line(error)}") from None
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: expected 'name: value' lines, got {type(loaded).__name__}")
     fields = {f.name: f for f in dataclasses.fields(settings)}
-    values = {}
-    for key, value in loaded.items():
-        name = str(key).replace("-", "_")
+    values: dict[str, Any] = {}
+    for key, value in _name_value_nodes(path):
+        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else _KINDS[key.id]
         if name not in fields:
-            raise UsageError(f"{path}: unknown setting {one_line(key)!r}{nearest(name, list(fields))}")
+            raise UsageError(f"{path}: unknown setting {one_line(name, 100)!r}{nearest(name[:100], list(fields))}")
+        if name in values:
+            raise UsageError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
         values[name] = _convert(fields[name], value, path)
     return values
 
 
-def _convert(field: dataclasses.Field[Any], value: Any, path: Path) -> Any:
+def _name_value_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise UsageError(f"{path}: more than {MAX_CONFIG_BYTES:,} bytes, so not a settings file")
+        root = yaml.compose(content.decode("utf-8-sig"), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"{path}: not readable as YAML: {one_line(error.problem or error.context)}{where}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: not readable as YAML: {one_line(error)}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{path}: expected 'name: value' lines, got {_KINDS[root.id] if root else 'nothing'}")
+    pairs: list[tuple[yaml.Node, yaml.Node]] = root.value
+    return pairs
+
+
+def _convert(field: dataclasses.Field[Any], node: yaml.Node, path: Path) -> Any:
     where = f"{path}: {field.name}"
-    if isinstance(field.default, bool):
-        if not isinstance(value, bool):
-            raise UsageError(f"{where} is true or false, got {one_line(value)!r}")
-        return value
-    if value is None:
+    if field.metadata["nargs"] and isinstance(node, yaml.SequenceNode):
+        return [_convert_text(field, _text(item, where), where) for item in node.value]
+    if isinstance(node, yaml.ScalarNode) and node.tag == _YAML + "null":
         if field.default is not None:
             raise UsageError(f"{where} needs a value, got null")
         return None
+    text = _text(node, where)
     if field.metadata["nargs"]:
-        if not isinstance(value, list):
-            raise UsageError(f"{where} is a list, got {one_line(value)!r}")
-        return [_convert_scalar(field, v, where) for v in value]
-    return _convert_scalar(field, value, where)
+        raise UsageError(f"{where} is a list, got {one_line(text)!r}")
+    if isinstance(field.default, bool):
+        value = yaml.SafeLoader.bool_values.get(text.lower())
+        if value is None:
+            raise UsageError(f"{where} is true or false, got {one_line(text)!r}")
+        return value
+    return _convert_text(field, text, where)
 
 
-def _convert_scalar(field: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    if isinstance(value, dict | list):
-        raise UsageError(f"{where} is a single value, got {one_line(value)!r}")
+def _text(node: yaml.Node, where: str) -> str:
+    """A single value as it stands in the file. Errors: UsageError for anything else."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise UsageError(f"{where} is a single value, got {_KINDS[node.id]}")
+    if node.tag not in _PLAIN_TAGS:
+        raise UsageError(f"{where}: {one_line(node.tag.replace(_YAML, '!!'), 80)} is not read, plain values only")
+    text: str = node.value
+    return text
 
+
+def _convert_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
     def from_environment(match: re.Match[str]) -> str:
         found = os.environ.get(match[1], match[2])
         if found is None:
             raise UsageError(f"{where} needs the environment variable {match[1]}, or the flag {_flag_name(field)}")
         return found
 
-    text = _VARIABLE.sub(from_environment, str(value))
+    text = _VARIABLE.sub(from_environment, text)
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):  # no file system and no stream takes them
+        raise UsageError(f"{where}: {one_line(text, 80)!r} holds a NUL or half a character")
     try:
         converted = field.metadata["type"](text)
     except (ValueError, argparse.ArgumentTypeError) as error:
@@ -216,17 +273,28 @@ def _convert_scalar(field: dataclasses.Field[Any], value: Any, where: str) -> An
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main: a UsageError or a full disk is one line and exit code 2, Ctrl-C exit code 130."""
+    """Run a script's main: a UsageError, a full disk or memory is one line and exit code 2, Ctrl-C exit code 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks is shown escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
     except OSError as error:  # a folder that cannot be written, a full disk
         where = f"{one_line(error.filename)}: " if error.filename else ""
-        print(f"error: {where}{one_line(error.strerror or error)}", file=sys.stderr)
-        sys.exit(2)
+        _fail(f"{where}{error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors that say so
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
+            raise
+        _fail(f"out of memory: {one_line(error)}; a smaller model, --batch-size or --force-image-size needs less")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _fail(message: str) -> NoReturn:
+    """One line whatever a message took from data or a path."""
+    print(f"error: {one_line(message, 4000)}", file=sys.stderr)
+    sys.exit(2)

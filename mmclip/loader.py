@@ -43,17 +43,36 @@ class Batch:
     keys: list[str]
     bad: list[BadSample] = field(default_factory=list)
 
+    def split(self, size: int) -> list[Batch]:
+        """The batch in parts of at most ``size`` rows, in order."""
 
-def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_last: bool) -> int:
-    """Steps of an epoch. Errors: UsageError where a batch is larger than the data."""
-    joint = batch_size * world_size
+        def rows(x: Tensor | None, part: slice) -> Tensor | None:
+            return None if x is None else x[part]
+
+        return [
+            Batch(
+                rows(self.images, part),
+                rows(self.tokens, part),
+                self.image_id[part],
+                self.caption_row[part],
+                self.text_id[part],
+                self.keys[part],
+            )
+            for part in (slice(start, start + size) for start in range(0, len(self.image_id), size))
+        ]
+
+
+def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_last: bool, accum_freq: int = 1) -> int:
+    """Steps of an epoch. Errors: UsageError where a step's batch is larger than the data."""
+    joint = batch_size * accum_freq * world_size
     full, rest = divmod(len(data), joint)
     # A partial global batch with fewer samples than ranks would leave a rank without any.
     steps = full + (not drop_last and rest >= world_size)
     if steps == 0:
         raise UsageError(
-            f"--batch-size {batch_size} x {world_size} processes is more than the {len(data)} images of "
-            f"{one_line(data.path)}: choose a smaller one, or keep the partial batch with --keep-last"
+            f"--batch-size {batch_size}{f' x --accum-freq {accum_freq}' if accum_freq > 1 else ''} x {world_size} "
+            f"processes is more than the {len(data)} images of {one_line(data.path)}: choose a smaller one, or keep "
+            "the partial batch with --keep-last"
         )
     return steps
 
@@ -61,9 +80,10 @@ def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_
 class TrainBatches:
     """The training order of a data set.
 
-    batch_size is a process's; the global batch is batch_size * world_size. ``drop_last`` False keeps the last, partial
-    global batch, shared out as evenly as it goes. ``images`` or ``text`` False: that side is not read (its features
-    are cached elsewhere). Errors: UsageError for a batch larger than the data.
+    batch_size is a process's and forward pass's; the global batch is batch_size * accum_freq * world_size, one item of
+    ``batches`` a process. ``drop_last`` False keeps the last, partial global batch, shared out as evenly as it goes.
+    ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UsageError for a
+    batch larger than the data.
     """
 
     def __init__(
@@ -78,16 +98,18 @@ class TrainBatches:
         drop_last: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        accum_freq: int = 1,
         images: bool = True,
         text: bool = True,
     ) -> None:
         self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
-        self.batch_size, self.seed, self.workers, self.drop_last = batch_size, seed, workers, drop_last
+        self.seed, self.workers, self.drop_last = seed, workers, drop_last
+        self.joint = batch_size * accum_freq * world_size  # images of a step, of all processes
         self.rank, self.world_size = rank, world_size
         counts = np.array([len(c) for c in data.captions])
         self.first_caption = np.concatenate([[0], np.cumsum(counts)])
         self.text_ids = text_ids(data.captions)
-        self.steps_per_epoch = steps_per_epoch(data, batch_size, world_size, drop_last)
+        self.steps_per_epoch = steps_per_epoch(data, batch_size, world_size, drop_last, accum_freq)
 
     def order(self, epoch: int) -> np.ndarray:
         """The permutation of all rows in an epoch, the same on every rank."""
@@ -96,9 +118,7 @@ class TrainBatches:
     @property
     def left_out(self) -> int:
         """Images of an epoch that no step takes: the dropped partial batch, or fewer of them than ranks."""
-        joint = self.batch_size * self.world_size
-        rest = len(self.data) - self.steps_per_epoch * joint
-        return max(rest, 0)
+        return max(len(self.data) - self.steps_per_epoch * self.joint, 0)
 
     def drawn(self, epoch: int, rows: Sequence[int]) -> np.ndarray:
         """The flat caption row that is drawn for each image row in an epoch."""
@@ -110,9 +130,8 @@ class TrainBatches:
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from ``start_step`` on; what comes before is not read."""
         order = self.order(epoch)
-        joint = self.batch_size * self.world_size
         steps = [
-            np.array_split(order[s * joint : (s + 1) * joint], self.world_size)[self.rank].tolist()
+            np.array_split(order[s * self.joint : (s + 1) * self.joint], self.world_size)[self.rank].tolist()
             for s in range(start_step, self.steps_per_epoch)
         ]
         dataset = _TrainDataset(self, epoch, steps)
@@ -171,8 +190,10 @@ class _Blank:
 
 
 def leave_interrupts(worker: int) -> None:
-    """Ctrl-C is the main process's to answer: it may want to save first, and needs its workers for that."""
+    """Ctrl-C, and a SIGTERM to the whole group, are the main process's to answer: it may want to save first, and an
+    orderly end is told to its workers by other means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""What can be said of a model's name before anything is loaded."""
+"""What can be said of a model's name and config before anything is loaded."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,23 @@ from mmclip.errors import UsageError, one_line
 _HERE = Path(__file__).resolve().parent
 CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"  # installed, or a checkout
 WEIGHT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+MAX_JSON_BYTES = 1_000_000  # a model config has a kilobyte
+# The largest value of each number that sizes a tower, far above any CLIP's: more is a slip, or an attack.
+MAX_SIZES = {
+    "embed_dim": 65_536,
+    "image_size": 16_384,
+    "patch_size": 16_384,
+    "width": 65_536,
+    "head_width": 65_536,
+    "heads": 4_096,
+    "layers": 1_000,
+    "context_length": 16_384,
+    "vocab_size": 10_000_000,
+    "mlp_ratio": 100,
+    "attn_pooler_queries": 16_384,
+    "attn_pooler_heads": 4_096,
+}
+MAX_PATCHES = 16_384  # attention costs their square
 
 
 def check_model(model: str, pretrained: str | None) -> None:
@@ -18,23 +37,8 @@ def check_model(model: str, pretrained: str | None) -> None:
 
     Registered names and tags are open_clip's to check (mmclip.towers does, before any weight is read).
     """
-    config: dict[str, Any] = {}
-    if model.startswith("local-dir:"):
-        path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
-        if not path.is_file():
-            raise UsageError(f"--model {one_line(model)}: {path} does not exist")
-        config = _read_json(path).get("model_cfg", {})
-    elif model.endswith(".json"):
-        path = find_model_config(model)
-        config = _read_json(path)
-        config = config.get("model_cfg", config)  # a bare model config, or an open_clip_config.json
-        missing = [k for k in ("embed_dim", "vision_cfg", "text_cfg") if k not in config]
-        if missing:
-            raise UsageError(f"--model {one_line(model)}: not an open_clip model config: {', '.join(missing)} missing")
-        odd = [k for k in ("vision_cfg", "text_cfg") if not isinstance(config[k], dict)]
-        if odd:
-            raise UsageError(f"--model {one_line(model)}: {odd[0]} is {one_line(config[odd[0]], 40)}, not an object")
-    refuse_coca(model, config)
+    config = read_model_config(model)
+    refuse_coca(model, config["model_cfg"] if config else {})
     is_path = pretrained is not None and ("/" in pretrained or Path(pretrained).suffix in WEIGHT_SUFFIXES)
     if pretrained is not None and is_path and not Path(pretrained).is_file():
         raise UsageError(f"--pretrained {one_line(pretrained)}: no such file")
@@ -49,6 +53,81 @@ def refuse_coca(model: str, config: dict[str, Any]) -> None:
         )
 
 
+def read_model_config(model: str) -> dict[str, Any] | None:
+    """{"model_cfg", "preprocess_cfg"} of a ``local-dir:FOLDER`` or a model config JSON; None for any other name.
+
+    Errors: UsageError for a file that is not there or is no config, or whose sizes no model has.
+    """
+    if model.startswith("local-dir:"):
+        path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
+        if not path.is_file():
+            raise UsageError(f"--model {one_line(model)}: {path} does not exist")
+    elif model.endswith(".json"):
+        path = find_model_config(model)
+    else:
+        return None
+    loaded = read_json(path)
+    if "model_cfg" not in loaded and model.endswith(".json"):
+        loaded = {"model_cfg": loaded}  # a bare model config, as open_clip registers them
+    config = {"preprocess_cfg": {}, **loaded}
+    _check_objects(path, config, ("model_cfg", "preprocess_cfg"))
+    _check_objects(path, config["model_cfg"], ("vision_cfg", "text_cfg"))
+    check_sizes(str(path), config["model_cfg"])
+    return config
+
+
+def _check_objects(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if not isinstance(config.get(name), dict):
+            found = f"is {shown(config[name])}, not an object" if name in config else "is missing"
+            raise UsageError(f"{path}: not an open_clip model config: {name} {found}")
+
+
+def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
+    """Refuse a model of impossible sizes before anything of its size is asked of the memory. Errors: UsageError."""
+    if "embed_dim" not in model_cfg:
+        raise UsageError(f"{where}: not an open_clip model config: embed_dim is missing")
+    for part in (model_cfg, model_cfg["vision_cfg"], model_cfg["text_cfg"]):
+        for name, most in MAX_SIZES.items():
+            for value in _items(part.get(name, 1)):
+                whole = isinstance(value, int) or (name == "mlp_ratio" and isinstance(value, float))
+                if isinstance(value, bool) or not whole or not 0 < value <= most:
+                    raise UsageError(f"{where}: {name} is {shown(value)}: expected a whole number from 1 to {most:,}")
+    patches, weights = _patches_and_weights(model_cfg)
+    if patches > MAX_PATCHES:
+        raise UsageError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
+    gigabytes = 4 * weights / 1e9
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    if gigabytes > there:
+        raise UsageError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {there:,.0f} GB")
+
+
+def _items(value: Any) -> list[Any]:
+    """A size may be a list: [height, width] of an image, the layers of a ResNet's stages."""
+    return value if isinstance(value, list) and value else [value]
+
+
+def _patches_and_weights(model_cfg: dict[str, Any]) -> tuple[int, float]:
+    """(patches of an image, weights that the towers have at least); (0, 0) where timm or Hugging Face knows."""
+    vision, text, patches, weights = model_cfg["vision_cfg"], model_cfg["text_cfg"], 0, 0.0
+    if "timm_model_name" not in vision:
+        width, patch = vision.get("width", 768), vision.get("patch_size", 16)
+        weights += sum(_items(vision.get("layers", 12))) * _block(vision, width)
+        if not isinstance(vision.get("layers"), list):
+            height, length = (_items(vision.get("image_size", 224)) * 2)[:2]
+            patches = (height // patch) * (length // patch)
+            weights += width * (patches + 3 * patch**2)
+    if "hf_model_name" not in text:
+        width, context = text.get("width", 512), text.get("context_length", 77)
+        weights += text.get("layers", 12) * _block(text, width)
+        weights += width * text.get("vocab_size", 49_408) + context**2  # the causal mask
+    return patches, weights
+
+
+def _block(tower: dict[str, Any], width: int) -> float:
+    return width**2 * (4 + 2 * tower.get("mlp_ratio", 4.0))
+
+
 def find_model_config(model: str) -> Path:
     """A model config JSON: a path, or the name of one in configs/models."""
     for candidate in (Path(model), CONFIGS / "models" / model):
@@ -58,11 +137,30 @@ def find_model_config(model: str) -> Path:
     raise UsageError(f"--model {one_line(model)}: no such file; shipped model configs: {shipped}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object with finite numbers. Errors: UsageError naming the file."""
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        loaded = json.loads(content.decode("utf-8"), parse_float=_finite, parse_constant=_finite)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: not readable as JSON: nested too deep") from None
     if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: a JSON object is expected, got {type(loaded).__name__}")
+        raise UsageError(f"{path}: a JSON object is expected, got {shown(loaded)}")
     return loaded
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{one_line(text, 40)} is not a finite number")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file in a message: what is nested is named, not written out."""
+    return {dict: "an object", list: "a list"}.get(type(value)) or one_line(json.dumps(value, ensure_ascii=False), 60)

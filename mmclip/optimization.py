@@ -59,7 +59,7 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     >>> warmup_steps(0.1, 200), warmup_steps(50, 200)
     (20, 50)
     """
-    steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
+    steps = min(math.ceil(warmup * total_steps), total_steps - 1) if warmup < 1 else int(warmup)
     if steps and steps >= total_steps:
         raise UsageError(
             f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,10 +17,13 @@ from mmclip.datasets import open_training
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
+from mmclip.files import write_text_atomically
 from mmclip.finish import finish
 from mmclip.loader import steps_per_epoch
+from mmclip.skipped import Skipped, told
 from mmclip.sources import Source
-from mmclip.training import Trainer, seed_of
+from mmclip.step import seed_of
+from mmclip.training import Trainer
 
 
 def run_name(settings: TrainSettings) -> str:
@@ -30,8 +34,10 @@ def open_folder(settings: TrainSettings) -> Path:
     """The run's folder. Errors: UsageError where it holds a run already and this is not its continuation."""
     folder = Path(settings.logs) / run_name(settings)
     mine = distributed.world()[0] == 0  # other ranks may look when rank 0 has begun to write
-    if mine and settings.resume is None and folder.exists() and any(folder.iterdir()):
+    if mine and settings.resume is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
+    if mine and settings.resume == "latest" and not (folder / "config.yaml").is_file():
+        raise UsageError(f"--resume latest: {folder} holds no run; check --logs and --name")
     return folder
 
 
@@ -50,7 +56,9 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
     rank, ranks = distributed.world()
-    steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last)  # refused before a model loads
+    Skipped(settings.max_bad_samples).add(data.skipped)
+    # refused before a model loads
+    steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
     model = build_model(
         settings.model,
         settings.pretrained,
@@ -67,6 +75,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     model.towers.to(device)
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.require_checkpoint_space(folder, model, settings.keep_checkpoints)
     runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
     cache_dir = Path(settings.cache_dir) if settings.cache_features else None
     source = Source.open(data, model, runner, cache_dir, "training")
@@ -75,9 +84,17 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     if checkpoint is not None:
         trainer.resume(checkpoint)
     if rank == 0:
-        checkpoints.write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
+        write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
         _introduce(trainer)
-    trainer.train()
+    signum = trainer.train()
+    if signum:
+        if rank == 0:
+            print(
+                f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.total_steps}, saved: "
+                f"continue with --name {folder.name} --resume latest",
+                file=sys.stderr,
+            )
+        raise SystemExit(128 + signum)
     if rank == 0:
         finish(trainer)
     distributed.barrier()
@@ -102,9 +119,15 @@ def _introduce(trainer: Trainer) -> None:
         + (f"evaluation on {len(val):,} of {one_line(val.path)} [{val.split}]" if val else "no evaluation data"),
         file=sys.stderr,
     )
+    if trainer.skipped.why:
+        print(told(trainer.skipped.why), file=sys.stderr)
+    if trainer.step:
+        print(f"continuing after step {trainer.step}", file=sys.stderr)
+    elif settings.resume:
+        print("no checkpoint yet: starting from the first step", file=sys.stderr)
     print(
         f"{settings.model}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
-        f"{settings.batch_size * trainer.ranks} on {trainer.device}",
+        f"{trainer.batches.joint} on {trainer.device}",
         file=sys.stderr,
         flush=True,
     )

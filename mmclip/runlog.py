@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from mmclip.files import write_text_atomically
+
+METRICS = "metrics.jsonl"
 LINE_SECONDS = 15.0  # where nobody watches a terminal, one plain line every so often
 
 
@@ -30,12 +34,30 @@ def progress_bar() -> Progress:
     )
 
 
+def keep_lines(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl behind a step: the continuation writes them again. A torn last line goes too."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except (ValueError, TypeError, KeyError):
+            break
+        kept.append(line)
+    write_text_atomically(path, "".join(kept))
+
+
 class RunLog:
     """Writes one JSON object a logged step, and shows the run's progress. Only rank 0 has one that writes."""
 
     def __init__(self, folder: Path | None, total_steps: int, start_step: int, tensorboard: bool) -> None:
         self.total_steps = total_steps
-        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8") if folder else None  # noqa: SIM115
+        self.file = None
+        if folder:
+            keep_lines(folder / METRICS, start_step)
+            self.file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         self.writer = None
         if folder and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -48,8 +70,9 @@ class RunLog:
         self.last_line = -math.inf
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl; numbers that are not finite are written as null, which JSON can hold."""
-        if self.file is None:
+        """One line of metrics.jsonl, none for no values; numbers that are not finite are written as null, which JSON
+        can hold."""
+        if self.file is None or not values:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
@@ -75,6 +98,11 @@ class RunLog:
             print(text, file=sys.stderr, flush=True)
         else:
             self.progress.console.print(text, markup=False, highlight=False)
+
+    def flush(self) -> None:
+        """Have all lines on the disk: a checkpoint must not outlive the lines before it."""
+        if self.file:
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         if self.progress:

@@ -15,6 +15,7 @@ from mmclip.config import TrainSettings, parse_aug_cfg
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.image_text import ImageTextData
 from mmclip.loader import Batch, TrainBatches
+from mmclip.skipped import by_key
 from mmclip.trunk_cache import cached_trunk
 
 
@@ -32,7 +33,7 @@ class Source:
 
         Images that a trunk could not be given are left out of the data. Under torchrun rank 0 fills the cache.
         """
-        source = cls(data)
+        source = cls(data, skipped=by_key(data.skipped))
         if cache_dir is None:
             return source
         for side in [s for s, locked in model.towers.locked.items() if locked]:
@@ -65,6 +66,7 @@ class Source:
             model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg)),
             model.tokenize,
             batch_size=settings.batch_size,
+            accum_freq=settings.accum_freq,
             seed=settings.seed,
             workers=settings.workers,
             drop_last=not settings.keep_last,

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmclip.build import Model
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
+from mmclip.files import require_space, write_atomically
 from mmclip.image_text import ImageTextData
 
 PART_ROWS = {"image": 512, "text": 4096}
+ADVICE = "free some space, or name another --cache-dir"
 
 
 def cache_key(side: str, model: Model, data: ImageTextData) -> str:
@@ -53,9 +55,15 @@ def cached_trunk(
     features: list[Tensor] = []
     bad: dict[int, str] = {}
     size = PART_ROWS[side]
+    missing = sum(not _part(place, start, size).is_file() for start in range(0, total, size))
+    if missing:
+        row = 4 * _width(side, model, runner)
+        require_space(
+            place, missing * size * row, min(size, total) * row, f"caching {label}", "name another --cache-dir"
+        )
     for start in range(0, total, size):
         rows = range(start, min(start + size, total))
-        path = place / f"part-{start // size:05d}.safetensors"
+        path = _part(place, start, size)
 
         def run(rows: range = rows) -> tuple[Tensor, dict[int, str]]:
             note = f"{label} ({rows.start // size + 1}/{-(-total // size)})"
@@ -70,6 +78,16 @@ def cached_trunk(
     return torch.cat(features), bad
 
 
+def _part(place: Path, start: int, size: int) -> Path:
+    return place / f"part-{start // size:05d}.safetensors"
+
+
+def _width(side: str, model: Model, runner: Runner) -> int:
+    """Numbers that a trunk gives for one input."""
+    one = model.transform()(Image.new("RGB", (64, 64)))[None] if side == "image" else model.tokenize(["a"])
+    return model.towers.trunk(side, one.to(runner.device)).shape[1]
+
+
 def _load_or_run(
     path: Path, rows: int, run: Callable[[], tuple[Tensor, dict[int, str]]]
 ) -> tuple[Tensor, dict[int, str]]:
@@ -79,14 +97,6 @@ def _load_or_run(
         if len(features) == rows:
             return features, {int(k): str(v) for k, v in json.loads(reasons.read_text(encoding="utf-8")).items()}
     features, bad = run()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        reasons.write_text(json.dumps(bad), encoding="utf-8")
-        save_file({"features": features}, str(partial))
-        os.replace(partial, path)  # last: a part counts once it stands under its name
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(
-            f"{path}: cannot be written: {error.strerror}; free some space or name another --cache-dir"
-        ) from None
+    write_atomically(reasons, lambda p: p.write_text(json.dumps(bad), encoding="utf-8"), ADVICE)
+    write_atomically(path, lambda p: save_file({"features": features}, str(p)), ADVICE)  # last: it makes the part count
     return features, bad

@@ -1,0 +1,96 @@
+"""Writing so that a crash, a full disk or a second reader finds the old file or the new one, and nothing between."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from mmclip.errors import UsageError, one_line
+
+MARGIN = 16_000_000  # bytes left for logs and results beside what is asked for
+
+
+def write_atomically(path: Path, write: Callable[[Path], object], advice: str = "free some space") -> None:
+    """Have ``write`` make a partial file or folder beside ``path``, and put it in place once it is safely on the disk.
+
+    Errors: UsageError where it cannot be written, a full disk above all; what stood at ``path`` stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        for written in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
+            _flush(written)
+        if path.is_dir():  # no folder can be put over another in one step
+            shutil.rmtree(path)
+        os.replace(partial, path)
+        _flush(path.parent)  # the new name, too, must outlive a power cut
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have kinds of their own
+        _remove(partial)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error, 120)
+        raise UsageError(
+            f"{path}: cannot be written: {reason} ({megabytes(free_bytes(path.parent))} free there): {advice}"
+        ) from None
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def remove_partials(folder: Path) -> None:
+    """Drop what a killed process left half-written in a folder that is this process's alone."""
+    for partial in folder.glob(".*.partial"):
+        _remove(partial)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that can still be written in ``folder``, or in the nearest folder above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def require_space(folder: Path, needed: int, largest: int, what: str, advice: str) -> None:
+    """Refuse before the work what the disk, or the process's limit on a file's size, has no place for.
+
+    needed: bytes of all files, largest: of one. Errors: UsageError with both sizes.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit not in (resource.RLIM_INFINITY, -1) and largest > limit:
+        raise UsageError(
+            f"{folder}: {what} needs a file of {megabytes(largest)}, and this process may write files of "
+            f"{megabytes(limit)} at most (ulimit -f): raise that limit, or {advice}"
+        )
+    free = free_bytes(folder)
+    if needed + MARGIN > free:
+        raise UsageError(
+            f"{folder}: {what} needs {megabytes(needed)} and {megabytes(free)} are free there: "
+            f"free {megabytes(needed + MARGIN - free)}, or {advice}"
+        )
+
+
+def megabytes(size: int) -> str:
+    """
+    >>> megabytes(12_345_678)
+    '12.3 MB'
+    """
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,126 @@
+"""Whether a checkpoint continues this very run, and taking it in. Nothing of a checkpoint is believed unchecked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmclip.errors import UsageError, one_line
+from mmclip.losses import ContrastiveLoss
+from mmclip.towers import Towers
+
+FORMAT = "mmclip-checkpoint-2"
+CONTENT = {
+    "step": int,
+    "taken": int,
+    "ranks": int,
+    "towers": dict,
+    "loss": dict,
+    "optimizer": dict,
+    "settings": dict,
+    "fingerprints": dict,
+    "skipped": dict,
+    "alarms": list,
+}
+# Settings that may differ between a run and its continuation: they change what is written, how fast, or where the data
+# lie (whose fingerprint is compared), and not the weights.
+FREE_TO_CHANGE = {
+    "resume",
+    "logs",
+    "name",
+    "workers",
+    "log_every_n_steps",
+    "val_steps",
+    "val_data",
+    "val_split",
+    "save_steps",
+    "keep_checkpoints",
+    "report_to",
+    "compare",
+    "strict",
+    "max_bad_samples",
+    "device",
+    "train_data",
+    "cache_dir",
+    "torchcompile",
+    "grad_checkpointing",
+}
+
+
+def check(
+    state: dict[str, Any],
+    path: Path,
+    settings: Mapping[str, Any],
+    fingerprints: Mapping[str, str],
+    ranks: int,
+    total_steps: int,
+) -> None:
+    """Errors: UsageError naming what is not as it was: content, settings, data, locked trunks, processes."""
+    odd = [k for k, kind in CONTENT.items() if not isinstance(state.get(k), kind)]
+    if odd:
+        raise UsageError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
+    before = state["settings"]
+    changed = [k for k in before if k not in FREE_TO_CHANGE and settings.get(k) != before[k]]
+    changed += [k for k in settings if k not in FREE_TO_CHANGE and k not in before]
+    if changed:
+        told = ", ".join(
+            f"{one_line(k, 40)} was {one_line(before.get(k, 'not there'), 60)}, is {one_line(settings.get(k), 60)}"
+            for k in changed
+        )
+        raise UsageError(f"--resume {path}: other settings than the run's: {told}")
+    for what in {*state["fingerprints"], *fingerprints}:
+        if state["fingerprints"].get(what) != fingerprints.get(what):
+            told = "training data are" if what == "data" else f"weights of the locked {one_line(what, 40)} are"
+            raise UsageError(f"--resume {path}: the {told} not the run's")
+    if state["ranks"] != ranks:
+        raise UsageError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
+    if not 0 <= state["taken"] <= state["step"] <= total_steps:
+        raise UsageError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
+
+
+def load(
+    state: dict[str, Any], path: Path, towers: Towers, loss: ContrastiveLoss, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put a checked checkpoint's tensors in place. Errors: UsageError for tensors that are not this run's."""
+    locked = towers.locked_names()
+    own = {k: v for k, v in towers.state_dict().items() if k not in locked}
+    _same_tensors(own, state["towers"], path, "towers")
+    _same_tensors(loss.state_dict(), state["loss"], path, "loss")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = state["optimizer"].get("state")
+    if not isinstance(saved, dict) or (saved and sorted(map(str, saved)) != sorted(map(str, range(len(parameters))))):
+        raise UsageError(
+            f"--resume {path}: a damaged checkpoint: the optimizer's state is not of this run's parameters"
+        )
+    for i, moments in saved.items():
+        expected = {"step": torch.zeros(()), "exp_avg": parameters[int(i)], "exp_avg_sq": parameters[int(i)]}
+        _same_tensors(expected, moments, path, f"optimizer, parameter {i}")
+    towers.load_state_dict(state["towers"], strict=False)
+    loss.load_state_dict(state["loss"])
+    # learning rates and decay are the settings', which are equal: a file does not choose them
+    optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _same_tensors(own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Path, what: str) -> None:
+    if not isinstance(saved, dict):
+        raise UsageError(f"--resume {path}: a damaged checkpoint: {what}: {type(saved).__name__}, not tensors by name")
+    odd = [str(k) for k in {*own, *saved} if not _alike(own.get(k), saved.get(k))]
+    if odd:
+        raise UsageError(
+            f"--resume {path}: not a checkpoint of this model: {what}: {len(odd)} tensors missing, left over or of "
+            f"another shape, such as {one_line(min(odd), 80)}"
+        )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.is_floating_point() == b.is_floating_point()
+        and b.layout == torch.strided
+    )

@@ -1,0 +1,50 @@
+"""Samples that could not be used: counted, named, and, above a limit, an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mmclip.errors import UsageError, one_line
+from mmclip.image_text import BadSample
+
+
+class Skipped:
+    """Why samples of the training data are missing, by their keys. ``limit``: --max-bad-samples, None for no limit."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.why: dict[str, str] = {}
+
+    def add(self, samples: Iterable[BadSample]) -> list[str]:
+        """Take samples in; a line for each that was not known. Errors: UsageError above the limit."""
+        lines = []
+        for sample in samples:
+            if sample.key not in self.why:
+                self.why[sample.key] = f"{sample.where}: {sample.reason}"
+                lines.append(f"skipped {sample} ({len(self.why)} so far)")
+        self.check()
+        return lines
+
+    def check(self) -> None:
+        """Errors: UsageError where there are more than the limit."""
+        if self.limit is not None and len(self.why) > self.limit:
+            raise UsageError(f"--max-bad-samples {self.limit}: {told(self.why)}")
+
+
+def told(skipped: Mapping[str, str]) -> str:
+    """'3 samples cannot be used: …', naming the first five."""
+    first = "; ".join(f"{one_line(k, 60)} in {one_line(why, 160)}" for k, why in list(skipped.items())[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    samples = "1 sample" if len(skipped) == 1 else f"{len(skipped)} samples"
+    return f"{samples} cannot be used: {first}{more}"
+
+
+def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
+    """Each sample's file and reason by its key; a key that comes again gets a number, so that all are counted."""
+    found: dict[str, str] = {}
+    for sample in samples:
+        key, n = sample.key, 2
+        while key in found:
+            key, n = f"{sample.key} ({n})", n + 1
+        found[key] = f"{sample.where}: {sample.reason}"
+    return found

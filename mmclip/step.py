@@ -1,0 +1,192 @@
+"""One optimizer step: raw features, the loss on the whole batch of all processes, exact gradients, AdamW.
+
+With --accum-freq the batch goes through the towers in parts, yet the loss sees all of it: the features of every part
+are computed first, the loss is differentiated once with respect to them (so alpha and gamma get their gradients once),
+and each part is then run again to carry its rows' gradient into the towers (Gao et al. 2021, "Scaling deep contrastive
+learning batch size under memory limited setup", GradCache). Dropout draws the same masks both times: a part's random
+state is a function of (seed, rank, step, part).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmclip import distributed
+from mmclip.build import Model
+from mmclip.config import TrainSettings
+from mmclip.embeddings import Runner
+from mmclip.errors import UsageError, one_line
+from mmclip.facts import main_direction
+from mmclip.loader import Batch
+from mmclip.losses import ContrastiveLoss, LossOutput
+from mmclip.optimization import build_optimizer, learning_rate_factor, set_learning_rate
+from mmclip.similarity import Direction, at_least_float32, magnitude
+from mmclip.sources import Source
+
+
+class NotFinite(Exception):
+    """A step whose loss or gradient is NaN or infinite; nothing has been changed by it. ``facts``: what is known."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        super().__init__(facts)
+        self.facts = facts
+
+
+class Stepper:
+    """Towers, loss and optimizer of a run, and ``take``: one step of them."""
+
+    def __init__(
+        self, settings: TrainSettings, model: Model, loss: ContrastiveLoss, source: Source, runner: Runner
+    ) -> None:
+        self.settings, self.towers, self.loss, self.source, self.runner = settings, model.towers, loss, source, runner
+        self.rank, self.ranks = distributed.world()
+        self.network = self._wrap()
+        self.optimizer = build_optimizer(self.towers, loss, settings)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _wrap(self) -> nn.Module:
+        """Towers, then DDP, then compile: the order in which all three work."""
+        network: nn.Module = self.towers
+        if self.settings.grad_checkpointing:
+            self.towers.clip.set_grad_checkpointing()
+        if self.ranks > 1:
+            # Buffers are batch statistics, which training does not read; what is saved is rank 0's either way.
+            network = nn.parallel.DistributedDataParallel(
+                network,
+                device_ids=[self.runner.device] if self.runner.device.type == "cuda" else None,
+                broadcast_buffers=False,
+            )
+        if self.settings.torchcompile:
+            network = torch.compile(network)  # type: ignore[assignment]
+        return network
+
+    def take(self, batch: Batch, step: int, warmup: int, total_steps: int, log: bool) -> dict[str, float]:
+        """Step number ``step``, from 0; returns the numbers to log (none where ``log`` is False).
+
+        Errors: NotFinite, before anything is changed.
+        """
+        set_learning_rate(self.optimizer, learning_rate_factor(step, warmup, total_steps))
+        self.optimizer.zero_grad(set_to_none=True)
+        # What a forward pass changes by itself: batch statistics, running lengths, the first batch's alpha
+        changing = [*self.towers.buffers(), *self.loss.state_dict().values()]
+        before = [t.clone() for t in changing]
+        out, sides = self._backward(batch, step, log)
+        distributed.average_([p.grad for p in self.loss.parameters() if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if not math.isfinite(float(out.loss.detach() + norm)):  # one question to the device, not two
+            facts = self._not_finite(batch, sides, out, step)
+            for tensor, value in zip(changing, before, strict=True):
+                tensor.copy_(value)
+            raise NotFinite(facts)
+        if self.settings.grad_clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip_norm, norm)
+        self.optimizer.step()
+        self.loss.similarity.clamp_()
+        if not log:
+            return {}
+        numbers = {"loss": float(out.loss.detach()), "grad_norm": float(norm)}
+        numbers |= {f"loss_{d.value}": float(v) for d, v in sorted(out.by_direction.items())}
+        return numbers | self._state_numbers(sides)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def _features(self, batch: Batch, step: int, part: int) -> tuple[Tensor, Tensor]:
+        """Raw features of a part, in float32 or wider."""
+        torch.manual_seed(seed_of(self.settings.seed, self.rank, step, part))
+        images, image_from_trunk = self.source.inputs("image", batch, self.runner.device)
+        texts, text_from_trunk = self.source.inputs("text", batch, self.runner.device)
+        try:
+            with self.runner.autocast():
+                image, text = self.network(images, texts, image_from_trunk, text_from_trunk)
+        except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or a model that it cannot take
+            raise UsageError(f"--torchcompile: this model cannot be compiled here: {one_line(error, 200)}") from None
+        return at_least_float32(image), at_least_float32(text)
+
+    def _loss(self, image: Tensor, text: Tensor, batch: Batch, log: bool) -> tuple[LossOutput, dict[str, Tensor]]:
+        """The loss of all processes' rows, and those rows by side."""
+        sides = {"image": distributed.gather_rows(image), "text": distributed.gather_rows(text)}
+        image_id = distributed.gather_ids(batch.image_id.to(self.runner.device))
+        text_id = distributed.gather_ids(batch.text_id.to(self.runner.device))
+        return self.loss(sides, image_id, text_id, untrained=log), sides
+
+    def _backward(self, batch: Batch, step: int, log: bool) -> tuple[LossOutput, dict[str, Tensor]]:
+        """Gradients of the whole batch's loss in every parameter's ``grad``."""
+        if self.settings.accum_freq == 1:
+            out, sides = self._loss(*self._features(batch, step, 0), batch, log)
+            out.loss.backward()
+            return out, sides
+        parts = batch.split(self.settings.batch_size)
+        statistics = [b.clone() for b in self.towers.buffers()]
+        # A compiled network draws its dropout masks alike only where it runs the same graph twice, hence with gradient.
+        with self._alone(), torch.set_grad_enabled(self.settings.torchcompile):
+            features = [tuple(f.detach() for f in self._features(p, step, i)) for i, p in enumerate(parts)]
+        for buffer, before in zip(self.towers.buffers(), statistics, strict=True):
+            buffer.copy_(before)  # batch statistics count each part once, in the pass below
+        image, text = (torch.cat(side).requires_grad_() for side in zip(*features, strict=True))
+        out, sides = self._loss(image, text, batch, log)
+        out.loss.backward()
+        assert image.grad is not None and text.grad is not None
+        gradients = zip(
+            image.grad.split(self.settings.batch_size), text.grad.split(self.settings.batch_size), strict=True
+        )
+        for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            with self._alone() if i + 1 < len(parts) else contextlib.nullcontext():
+                torch.autograd.backward(self._features(part, step, i), gradient)
+        return out, sides
+
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Passes whose gradients other processes are not told of yet."""
+        if self.ranks == 1:
+            return contextlib.nullcontext()
+        module: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper hides DDP
+        return module.no_sync()
+
+    # --- what is known of a step ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _state_numbers(self, sides: dict[str, Tensor]) -> dict[str, float]:
+        """Scale, exponents and lengths, for metrics.jsonl."""
+        similarity = self.loss.similarity
+        gamma_q, gamma_d = (float(g) for g in similarity.exponents)
+        numbers = {
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "logit_scale": float(similarity.scale(main_direction(self.loss))),
+            "gamma_q": gamma_q,
+            "gamma_d": gamma_d,
+        }
+        for direction in (Direction.I2T, Direction.T2I):
+            numbers[f"logit_scale_{direction.value}"] = float(similarity.scale(direction))
+            numbers[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction)
+        for side, rows in sides.items():
+            length = magnitude(rows)
+            numbers[f"norm_{side}_mean"] = float(length.mean())
+            numbers[f"norm_{side}_std"] = float(length.std()) if len(length) > 1 else 0.0
+        return numbers
+
+    @torch.no_grad()
+    def _not_finite(self, batch: Batch, sides: dict[str, Tensor], out: LossOutput, step: int) -> dict[str, Any]:
+        """Where a NaN or an infinity came from, as plain values: the samples' keys of all processes, those whose own
+        features are not finite, and the parameters whose gradient is not."""
+        keys = [k for part in distributed.gather_objects(batch.keys) for k in part]
+        named = [*self.towers.named_parameters(), *self.loss.named_parameters()]
+        lost = torch.stack([~rows.isfinite().all(dim=1) for rows in sides.values()]).any(dim=0).tolist()
+        return {
+            "step": step + 1,
+            "loss": str(float(out.loss.detach())),
+            "keys_with_non_finite_features": [k for k, bad in zip(keys, lost, strict=True) if bad],
+            "parameters_not_finite": [n for n, p in named if not p.isfinite().all()],
+            "gradients_not_finite": [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()],
+            "keys": keys,
+        }
+
+
+def seed_of(*numbers: int) -> int:
+    """A 63-bit seed from whole numbers; numpy's SeedSequence mixes neighbouring ones well."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
