@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,16 +15,35 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import nearest
-from mmclip.model_names import check_model, find_model_config, refuse_coca
+from mmclip.model_names import check_model, check_sizes, read_facts, read_model_config, refuse_coca
 from mmclip.towers import Towers
 
-Tokenize = Callable[[list[str]], Tensor]
-WEIGHT_ERRORS = (RuntimeError, OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)
+
+class Tokenizer:
+    """A stock tokenizer that a caption of any length cannot stop: BPE takes time by the square of a word's length.
+
+    Only a caption of more than max(1000, 32 * context_length) characters is touched, many more than fill the context.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+        self.longest = max(1000, 32 * stock.context_length)
+
+    def __call__(self, captions: list[str]) -> Tensor:
+        tokens: Tensor = self.stock([c if len(c) <= self.longest else self._cut(c) for c in captions])
+        return tokens
+
+    def _cut(self, caption: str) -> str:
+        return " ".join(caption.split())[: self.longest]
+
+    def save_pretrained(self, folder: str) -> None:
+        self.stock.save_pretrained(folder)
 
 
 @dataclasses.dataclass
@@ -36,7 +56,7 @@ class Model:
 
     towers: Towers
     preprocess_cfg: dict[str, Any]
-    tokenize: Any
+    tokenize: Tokenizer
     loaded_scale: float | None
     facts: dict[str, Any]
 
@@ -45,7 +65,12 @@ class Model:
         cfg = PreprocessCfg(**self.preprocess_cfg)
         if not train or (aug_cfg and aug_cfg.get("none")):
             return image_transform_v2(cfg, is_train=False)
-        return image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**(aug_cfg or {})))
+        try:
+            transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**(aug_cfg or {})))
+            transform(Image.new("RGB", (64, 64)))
+        except Exception as error:  # whatever torchvision and timm raise for numbers that they cannot use
+            raise UsageError(f"--aug-cfg {one_line(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
+        return transform
 
 
 def build_model(
@@ -66,6 +91,11 @@ def build_model(
     check_model(model, pretrained)
     config, folder = _find_config(model)
     refuse_coca(model, config["model_cfg"])
+    if force_context_length is not None:
+        config["model_cfg"]["text_cfg"]["context_length"] = force_context_length
+    if force_image_size is not None:
+        config["model_cfg"]["vision_cfg"]["image_size"] = force_image_size
+    check_sizes(f"--model {one_line(model)}", config["model_cfg"])
     tag = _known_tag(model, pretrained)
     if pretrained and not tag and not Path(pretrained).is_file():
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none for this model"
@@ -89,40 +119,62 @@ def build_model(
                 force_image_size=force_image_size,
                 force_context_length=force_context_length,
             )
-        except WEIGHT_ERRORS as error:
-            raise UsageError(f"--model {one_line(model)}: open_clip cannot build it: {one_line(error)}") from None
-    if force_context_length is not None:
-        text_cfg["context_length"] = force_context_length
-    if force_image_size is not None:
-        config["model_cfg"]["vision_cfg"]["image_size"] = force_image_size
+        except Exception as error:  # open_clip, timm and transformers check little of what a config says
+            raise UsageError(f"--model {one_line(model)}: open_clip cannot build it: {_why(error)}") from None
     clip.float()  # many trunks are stored as float16
     loaded_scale = None
     checkpoint = _checkpoint(model, tag, pretrained, folder)
     if checkpoint is not None:
-        _load_clip(clip, checkpoint)
-        loaded_scale = float(clip.logit_scale.detach().exp().mean())
+        loaded_scale = _load_clip(clip, checkpoint)
     if image_trunk is not None:
         _load_image_trunk(clip, Path(image_trunk))
-    return Model(
+    built = Model(
         Towers(clip, config["model_cfg"]),
         dict(clip.visual.preprocess_cfg),
         _tokenizer(model, config["model_cfg"]["text_cfg"], folder),
         loaded_scale,
-        _facts(folder),
+        read_facts(folder) if folder is not None else {},
     )
+    _try_out(built, f"--model {one_line(model)}" + (f" --pretrained {one_line(pretrained)}" if pretrained else ""))
+    return built
+
+
+@torch.no_grad()
+def _try_out(model: Model, name: str) -> None:
+    """One picture and one text through both towers: a config may be whole and its parts not fit together (heads that
+    do not divide a width, a patch larger than a picture, fewer embeddings than tokens). Errors: UsageError."""
+    training, stock, text_cfg = model.towers.training, model.tokenize.stock, model.towers.model_cfg["text_cfg"]
+    model.towers.eval()
+    try:
+        rows = text_cfg.get("vocab_size", 49_408)
+        if (
+            isinstance(stock, open_clip.SimpleTokenizer)
+            and not text_cfg.get("hf_model_name")
+            and rows < stock.vocab_size
+        ):
+            raise ValueError(f"vocab_size is {rows}, its tokenizer has {stock.vocab_size} tokens")
+        picture = model.transform()(Image.new("RGB", (64, 64)))
+        image, text = model.towers(picture[None], model.tokenize(["a"]))
+        if image.shape != text.shape:
+            raise ValueError(f"image and text features differ in shape: {list(image.shape)}, {list(text.shape)}")
+    except Exception as error:  # any of its parts may be what does not fit
+        raise UsageError(f"{name}: cannot be run: {_why(error)}") from None
+    finally:
+        model.towers.train(training)
+    if not (image.isfinite().all() and text.isfinite().all()):
+        raise UsageError(f"{name}: features that are not finite: its weights or its preprocessing are damaged")
+
+
+def _why(error: Exception, limit: int = 300) -> str:
+    """An assertion may say nothing."""
+    return one_line(str(error) or type(error).__name__, limit)
 
 
 def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
     """({"model_cfg", "preprocess_cfg"}, folder of a local-dir or None)."""
-    if model.startswith("local-dir:"):
-        folder = Path(model.removeprefix("local-dir:"))
-        config = json.loads((folder / "open_clip_config.json").read_text(encoding="utf-8"))
-        if "model_cfg" not in config:
-            raise UsageError(f"--model {one_line(model)}: open_clip_config.json has no model_cfg")
-        return config, folder
-    if model.endswith(".json"):
-        config = json.loads(find_model_config(model).read_text(encoding="utf-8"))
-        return (config if "model_cfg" in config else {"model_cfg": config, "preprocess_cfg": {}}), None
+    config = read_model_config(model)
+    if config is not None:
+        return config, Path(model.removeprefix("local-dir:")) if model.startswith("local-dir:") else None
     model_cfg = open_clip.get_model_config(model.replace("/", "-"))
     if model_cfg is None:
         raise UsageError(
@@ -160,12 +212,17 @@ def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder:
     return None
 
 
-def _load_clip(clip: torch.nn.Module, path: Path) -> None:
+def _load_clip(clip: torch.nn.Module, path: Path) -> float:
+    """Every weight from a checkpoint; returns its scale. Errors: UsageError."""
     try:
         with _quiet():
             open_clip.load_checkpoint(clip, str(path), strict=True, weights_only=True, device="cpu")
+        scale = float(clip.logit_scale.detach().exp().mean())  # type: ignore[operator]
+        if not 0 < scale < math.inf:
+            raise ValueError(f"its logit_scale is the logarithm of {scale}")
     except Exception as error:  # pickle, safetensors and shape errors of every kind mean the same to the user
-        raise UsageError(f"{path}: not a checkpoint of this model: {one_line(error, 240)}") from None
+        raise UsageError(f"{path}: not a checkpoint of this model: {_why(error, 240)}") from None
+    return scale
 
 
 def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
@@ -181,7 +238,7 @@ def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
             state = state.get("state_dict", state)
         missing, unexpected = trunk.load_state_dict(state, strict=False)
     except Exception as error:  # a file of any kind may stand there
-        raise UsageError(f"--image-trunk {path}: not loadable: {one_line(error, 240)}") from None
+        raise UsageError(f"--image-trunk {path}: not loadable: {_why(error, 240)}") from None
     unexpected = [k for k in unexpected if not k.startswith(("classifier.", "fc.", "head.", "head_dist."))]
     if missing or unexpected:
         raise UsageError(
@@ -190,42 +247,41 @@ def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
         )
 
 
-def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Any:
+def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Tokenizer:
     context_length = text_cfg.get("context_length", 77)
-    name = text_cfg.get("hf_tokenizer_name")
+    name, kwargs = text_cfg.get("hf_tokenizer_name"), text_cfg.get("tokenizer_kwargs") or {}
+    local = folder is not None or model.endswith(".json")
     try:
-        if not name or (folder is None and not model.endswith(".json") and not Path(name).is_dir()):
-            if folder is None and not model.endswith(".json"):
-                return open_clip.get_tokenizer(model, context_length=context_length)
-            return open_clip.SimpleTokenizer(context_length=context_length, **text_cfg.get("tokenizer_kwargs", {}))
-        source = str(folder) if folder is not None else name  # open_clip's rule: a local-dir holds its tokenizer
-        return open_clip.tokenizer.HFTokenizer(
-            source,
-            context_length=context_length,
-            tokenizer_mode=text_cfg.get("tokenizer_mode"),
-            **text_cfg.get("tokenizer_kwargs", {}),
-        )
-    except WEIGHT_ERRORS as error:
-        raise UsageError(f"the tokenizer {one_line(name or model)} cannot be loaded: {one_line(error)}") from None
-
-
-def _facts(folder: Path | None) -> dict[str, Any]:
-    if folder is None or not (folder / "mmclip.json").is_file():
-        return {}
-    facts = json.loads((folder / "mmclip.json").read_text(encoding="utf-8"))
-    return facts if isinstance(facts, dict) else {}
+        with _quiet():
+            if not local and not (name and Path(name).is_dir()):
+                return Tokenizer(open_clip.get_tokenizer(model, context_length=context_length))
+            if not name:
+                return Tokenizer(open_clip.SimpleTokenizer(context_length=context_length, **kwargs))
+            stock = open_clip.tokenizer.HFTokenizer(
+                str(folder) if folder is not None else name,  # open_clip's rule: a local-dir holds its tokenizer
+                context_length=context_length,
+                tokenizer_mode=text_cfg.get("tokenizer_mode"),
+                **{**kwargs, "trust_remote_code": False},  # code that comes with a model never runs
+            )
+            return Tokenizer(stock)
+    except Exception as error:  # its files and its arguments are of whoever made the model
+        raise UsageError(f"the tokenizer {one_line(name or model)} cannot be loaded: {_why(error)}") from None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """open_clip logs each step of building, and warns of "no weights" where weights are loaded afterwards."""
-    from transformers.utils import logging as hf_logging  # slow to import, and only builders need it
+    """open_clip logs each step of building, and warns of "no weights" where weights are loaded afterwards; transformers
+    would stop and ask whether to run the code that comes with a model."""
+    from transformers import dynamic_module_utils as remote  # slow to import, and only builders need it
+    from transformers.utils import logging as hf_logging
 
-    before = logging.root.manager.disable
+    before, patience = logging.root.manager.disable, remote.TIME_OUT_REMOTE_CODE
     logging.disable(logging.WARNING)
     hf_logging.disable_progress_bar()
+    remote.TIME_OUT_REMOTE_CODE = 0
     try:
         yield
     finally:
         logging.disable(before)
         hf_logging.enable_progress_bar()
+        remote.TIME_OUT_REMOTE_CODE = patience

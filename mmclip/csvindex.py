@@ -26,9 +26,8 @@ def index_csv(path: Path, img_key: str, caption_key: str, separator: str) -> Ima
     data = ImageTextData(str(path), "csv", [], [], [])
     row_of: dict[str, int] = {}
     missing: dict[str, str] = {}
-    for number, row in _rows(path, img_key, caption_key, separator):
-        key, caption = (row.get(img_key) or "").strip(), (row.get(caption_key) or "").strip()
-        fault = _fault(key, caption, None in row) or missing.get(key)
+    for number, key, caption, too_many in _rows(path, img_key, caption_key, separator):
+        fault = _fault(key, caption, too_many) or missing.get(key)
         if fault is None and key not in row_of:
             place, fault = _place(path, key)
             if fault is None:
@@ -73,7 +72,8 @@ def _place(path: Path, key: str) -> tuple[Path, str | None]:
     return Path(key), fault
 
 
-def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, dict[str | None, str]]]:
+def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, str, str, bool]]:
+    """(line, path, caption, whether there are more fields than columns) of each row."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     separator = "\t" if separator == "\\t" else separator  # as it is typed in a shell
@@ -83,18 +83,23 @@ def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterato
     try:
         # Undecodable bytes become surrogates, which name their row; the mark of some editors' UTF-8 is dropped.
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            reader = csv.DictReader(itertools.chain(file, ["\n", _END]), delimiter=separator)
-            _check_columns(path, list(reader.fieldnames or []), img_key, caption_key, separator)
+            reader = csv.reader(itertools.chain(file, ["\n", _END]), delimiter=separator)
+            columns = next(reader)
+            _check_columns(path, columns, img_key, caption_key, separator)
+            places = columns.index(img_key), columns.index(caption_key)
             before = reader.line_num
             for row in reader:
-                if next(iter(row.values())) == _END:
+                if row == [_END] and next(reader, None) is None:
                     return
-                if repr(_END)[1:-1] in str(row):  # swallowed: the row shows it escaped
-                    break
-                yield reader.line_num, row
+                if any(_END in cell for cell in row):  # swallowed
+                    raise UsageError(f"{path}, line {before + 1} or later: a quote that is never closed")
+                if row:
+                    key, caption = (row[i].strip() if i < len(row) else "" for i in places)
+                    yield reader.line_num, key, caption, len(row) > len(columns)
                 before = reader.line_num
-            raise UsageError(f"{path}, line {before + 1} or later: a quote that is never closed")
-    except (csv.Error, OSError) as error:
+    except (csv.Error, OSError, ValueError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{path}: not readable as CSV: {one_line(error)}") from None
     finally:
         csv.field_size_limit(limit)
@@ -109,3 +114,5 @@ def _check_columns(path: Path, columns: list[str], img_key: str, caption_key: st
                 f"with --csv-separator {separator!r} its columns are: "
                 f"{one_line(', '.join(shown) or 'none, the file is empty', 160)}"
             )
+        if columns.count(wanted) > 1:
+            raise UsageError(f"{path}: {columns.count(wanted)} columns are called {one_line(wanted, 60)!r} ({flag})")

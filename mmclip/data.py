@@ -40,15 +40,16 @@ def open_data(
     """Open training ("train") or evaluation ("eval") data. Errors: UsageError, one line, for every fault of the whole;
     faults of single samples are in ``skipped``.
     """
+    if not source.strip():
+        raise UsageError(f"{source!r}: no data named; valid: {FORMS}")
     path = builtin_folder(source) or Path(source)
-    _refuse_no_path(source)
     if "://" in source or source.startswith("pipe:"):
         raise UsageError(
             f"{one_line(source)}: remote data are not read; copy the shards to a local folder. Valid: {FORMS}"
         )
     if dataset_type == "csv" or (dataset_type == "auto" and path.suffix.lower() in (".csv", ".tsv")):
         return _finish(index_csv(path, img_key, caption_key, separator), str(path))
-    if path.is_dir():
+    if is_folder(path):
         folder = find_split(path, split, purpose)
         if folder is None:
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
@@ -58,35 +59,55 @@ def open_data(
     return _open_shards(_expanded(source), source, split or "shards", None)
 
 
-def _refuse_no_path(source: str) -> None:
+def is_folder(path: Path) -> bool:
     try:
-        if not source.strip():
-            raise UsageError(f"{source!r}: no data named; valid: {FORMS}")
-        Path(source).is_dir()
-    except OSError as error:  # a name too long for the file system
-        raise UsageError(f"{one_line(source)}: {error.strerror}; valid: {FORMS}") from None
+        return path.is_dir()
+    except OSError:  # longer than a name may be, as a pattern of many shards is
+        return False
 
 
 def _expanded(source: str) -> list[Path]:
     """The shards of a pattern: '::' between patterns, braces, and wildcards where they match. Errors: UsageError."""
     shards: list[Path] = []
-    for part in source.split("::"):
-        count = 1
-        for low, high in re.findall(r"\{(-?\d{1,18})\.\.(-?\d{1,18})", part):
-            count *= abs(int(high) - int(low)) + 1
-        if count > MAX_SHARDS or re.search(r"\.\.-?\d{19}", part):
-            raise UsageError(f"{one_line(part)}: a pattern of more than {MAX_SHARDS:,} shards")
-        try:
-            names = list(braceexpand(part))
-        except ValueError as error:
-            raise UsageError(f"{one_line(part)}: not a shard pattern: {one_line(error, 60)}; valid: {FORMS}") from None
-        for name in names:
-            wild = glob.has_magic(name) and not Path(name).exists()
-            found = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
-            shards += _in_order([Path(p) for p in found]) or [Path(name)]
+    try:
+        for part in source.split("::"):
+            if _count(part) > MAX_SHARDS:
+                raise UsageError(f"{one_line(part)}: a pattern of more than {MAX_SHARDS:,} shards")
+            for name in braceexpand(part):
+                wild = glob.has_magic(name) and not Path(name).exists()
+                found = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
+                shards += _in_order([Path(p) for p in found]) or [Path(name)]
+    except OSError as error:
+        raise UsageError(f"{one_line(source)}: {one_line(error.strerror or error)}; valid: {FORMS}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{one_line(source)}: not a shard pattern: {one_line(error, 60)}; valid: {FORMS}") from None
     if not any(s.suffix == ".tar" for s in shards):
         raise UsageError(f"{one_line(source)}: no such data; valid: {FORMS}")
     return shards
+
+
+def _count(pattern: str) -> int:
+    """How many names braceexpand would make of a pattern: it holds all of the inner ones before it gives the first."""
+    outer: list[tuple[int, int, int]] = []  # of each open brace: where it opens, and the two numbers before it
+    names, earlier = 1, 0  # of the alternative that is read, and of those before it in the same braces
+    for token in re.finditer(r"\\.|[{},]", pattern, re.DOTALL):
+        if token[0] == "{":
+            outer.append((token.end(), names, earlier))
+            names, earlier = 1, 0
+        elif token[0] == "," and outer:
+            names, earlier = 1, earlier + names
+        elif token[0] == "}" and outer:
+            start, before, before_earlier = outer.pop()
+            span = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?", pattern[start : token.start()])
+            if span:
+                inner = abs(int(span[2]) - int(span[1])) // (int(span[3] or 1) or 1) + 1
+            else:
+                letters = re.fullmatch(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?", pattern[start : token.start()])
+                inner = 52 if letters else earlier + names
+            names, earlier = before * inner, before_earlier
+    return names
 
 
 def _in_order(shards: Iterable[Path]) -> list[Path]:
@@ -104,7 +125,7 @@ def find_split(root: Path, split: str | None, purpose: str) -> Path | None:
 
 
 def _has_shards(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / "nshards.txt").is_file() or any(folder.glob("*.tar")))
+    return is_folder(folder) and ((folder / "nshards.txt").is_file() or any(folder.glob("*.tar")))
 
 
 def builtin_folder(source: str) -> Path | None:
@@ -148,7 +169,10 @@ def _shards_of(folder: Path) -> list[Path]:
 
 
 def _open_shards(shards: list[Path], path: str, split: str, truth_file: Path | None) -> ImageTextData:
-    missing = [str(s) for s in shards if not s.is_file()]
+    try:
+        missing = [str(s) for s in shards if not s.is_file()]
+    except OSError as error:
+        raise UsageError(f"{one_line(path)}: {one_line(error.strerror or error)}") from None
     if missing:
         raise UsageError(f"{one_line(path)}: missing shard {one_line(missing[0])} ({len(missing)} of {len(shards)})")
     data = ImageTextData(path, split, [], [], [])
@@ -235,7 +259,8 @@ def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
 def _truth_of(entry: Any) -> tuple[str, ImageTruth]:
     """A line of truth.jsonl. Errors: KeyError, TypeError, AttributeError, ValueError."""
     key, n_objects, captions = entry["key"], entry.get("n_objects"), []
-    if not isinstance(key, str) or not isinstance(n_objects, int | None):
+    counted = isinstance(n_objects, int) and not isinstance(n_objects, bool) and 0 <= n_objects < 2**31
+    if not isinstance(key, str) or not (n_objects is None or counted):
         raise ValueError("key must be a string and n_objects a whole number")
     for caption in entry["captions"]:
         relevant = caption.get("relevant")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmclip.config import TrainSettings
 from mmclip.config_evaluate import EvaluateSettings
-from mmclip.data import builtin_folder, find_split, open_data
+from mmclip.data import builtin_folder, find_split, is_folder, open_data
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import ImageTextData
 
@@ -35,7 +35,7 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
             _distractors(settings, settings.val_data),
         )
     root = builtin_folder(settings.train_data) or Path(settings.train_data)
-    found = find_split(root, settings.val_split, "eval") if root.is_dir() else None
+    found = find_split(root, settings.val_split, "eval") if is_folder(root) else None
     if found is None or found.name == data.split:
         return data, None, None
     return data, _open(settings, settings.train_data, found.name, "eval"), _distractors(settings, settings.train_data)
@@ -60,6 +60,6 @@ def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | 
 
 def _distractors(settings: TrainSettings | EvaluateSettings, source: str) -> ImageTextData | None:
     root = builtin_folder(source) or Path(source)
-    if not (root / DISTRACTORS).is_dir():
+    if not is_folder(root / DISTRACTORS):
         return None
     return _open(settings, source, DISTRACTORS, "eval")

@@ -4,8 +4,12 @@
 class UsageError(ValueError):
     """One line for a person: names what was received and what is valid.
 
-    Scripts print it after ``error:`` and leave with exit code 2; library users catch it as a ValueError.
+    Scripts print it after ``error:`` and leave with exit code 2; library users catch it as a ValueError. Whatever a
+    message took from data or a path, it is shown on one line and cannot control a terminal.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, 4000))
 
 
 def one_line(text: object, limit: int = 300) -> str:

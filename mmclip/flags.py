@@ -28,7 +28,6 @@ MAX_CONFIG_BYTES = 100_000  # PyYAML takes two seconds for so many; ours have on
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _YAML = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_YAML + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "value")}
-_KINDS = {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}
 
 
 def flag(
@@ -123,20 +122,15 @@ def build_parser(settings: type[Any], description: str, examples: str, has_confi
         meta = field.metadata
         group = groups.get(meta["group"]) or groups.setdefault(meta["group"], parser.add_argument_group(meta["group"]))
         word = field.name.rsplit("_", 1)[-1].upper()
-        kwargs: dict[str, Any] = {
-            "default": argparse.SUPPRESS,
-            "help": meta["help"].replace("%", "%%"),
-            "dest": field.name,
-        }
+        text = meta["help"].replace("%", "%%")
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text, "dest": field.name}
         if isinstance(field.default, bool):
             kwargs["action"] = argparse.BooleanOptionalAction
         else:
             kwargs |= {"type": meta["type"], "metavar": meta["metavar"] or word}
             if meta["choices"]:
-                kwargs |= {
-                    "choices": meta["choices"],
-                    "metavar": meta["metavar"] or "{" + ",".join(meta["choices"]) + "}",
-                }
+                names = "{" + ",".join(meta["choices"]) + "}"
+                kwargs |= {"choices": meta["choices"], "metavar": meta["metavar"] or names}
             if meta["nargs"]:
                 kwargs["nargs"] = meta["nargs"]
         action = group.add_argument(_flag_name(field), **kwargs)
@@ -193,7 +187,7 @@ def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
     fields = {f.name: f for f in dataclasses.fields(settings)}
     values: dict[str, Any] = {}
     for key, value in _name_value_nodes(path):
-        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else _KINDS[key.id]
+        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else _kind(key)
         if name not in fields:
             raise UsageError(f"{path}: unknown setting {one_line(name, 100)!r}{nearest(name[:100], list(fields))}")
         if name in values:
@@ -218,9 +212,14 @@ def _name_value_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     except RecursionError:
         raise UsageError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path}: expected 'name: value' lines, got {_KINDS[root.id] if root else 'nothing'}")
+        raise UsageError(f"{path}: expected 'name: value' lines, got {_kind(root)}")
     pairs: list[tuple[yaml.Node, yaml.Node]] = root.value
     return pairs
+
+
+def _kind(node: yaml.Node | None) -> str:
+    names = {yaml.ScalarNode: "a single value", yaml.SequenceNode: "a list", yaml.MappingNode: "a mapping"}
+    return names[type(node)] if node is not None else "nothing"
 
 
 def _convert(field: dataclasses.Field[Any], node: yaml.Node, path: Path) -> Any:
@@ -245,7 +244,7 @@ def _convert(field: dataclasses.Field[Any], node: yaml.Node, path: Path) -> Any:
 def _text(node: yaml.Node, where: str) -> str:
     """A single value as it stands in the file. Errors: UsageError for anything else."""
     if not isinstance(node, yaml.ScalarNode):
-        raise UsageError(f"{where} is a single value, got {_KINDS[node.id]}")
+        raise UsageError(f"{where} is a single value, got {_kind(node)}")
     if node.tag not in _PLAIN_TAGS:
         raise UsageError(f"{where}: {one_line(node.tag.replace(_YAML, '!!'), 80)} is not read, plain values only")
     text: str = node.value

@@ -22,6 +22,7 @@ from mmclip.errors import one_line
 
 MAX_PIXELS = 100_000_000  # a larger picture is a fault, or an attack
 MAX_BYTES = 256_000_000  # the same, before anything is read
+MAX_SCANNED = 10**10  # pixels times scans of a JPEG: ten seconds; a progressive one has some ten scans
 MAX_ASPECT = 200  # resizing the short side of a line of pixels would ask for gigabytes
 # Decoders of pictures only: Pillow would also hand PostScript under a picture's name to Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -94,6 +95,9 @@ class ImageTextData:
                     raise ValueError(f"{image.width} x {image.height} pixels, above {MAX_PIXELS:,}")
                 if max(image.size) > MAX_ASPECT * min(image.size):
                     raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_ASPECT} to 1")
+                scans = content.count(b"\xff\xda") if content.startswith(b"\xff\xd8") else 1
+                if scans * image.width * image.height > MAX_SCANNED:
+                    raise ValueError(f"{scans:,} scans of {image.width} x {image.height} pixels: too long to decode")
                 return image.convert("RGB")
         except UnidentifiedImageError:
             raise BadSample(

@@ -170,8 +170,9 @@ class ContrastiveLoss(nn.Module):
     def _follow_trained(self, direction: Direction) -> None:
         """Give an untrained direction the trained one's effective scale, so that its logged loss is comparable."""
         trained = next(d for d, w in self.weights.items() if w > 0)
-        ratio = self.similarity.effective_scale(trained) / self.similarity.effective_scale(direction)
-        self.similarity.logit_scale(direction).add_(torch.tensor(ratio).log().to(torch.float32))
+        of = self.similarity
+        log_scale = of.logit_scale(trained) + of.log_lengths(trained) - of.log_lengths(direction)
+        of.logit_scale(direction).copy_(log_scale)
 
 
 def clip_loss(

@@ -29,6 +29,8 @@ MAX_SIZES = {
     "attn_pooler_queries": 16_384,
     "attn_pooler_heads": 4_096,
 }
+_FACT_TEXTS = ("loss", "norm", "positives")
+_FACT_SHARES = ("gamma_q", "gamma_d", "i2t_weight")
 MAX_PATCHES = 16_384  # attention costs their square
 
 
@@ -72,6 +74,13 @@ def read_model_config(model: str) -> dict[str, Any] | None:
     config = {"preprocess_cfg": {}, **loaded}
     _check_objects(path, config, ("model_cfg", "preprocess_cfg"))
     _check_objects(path, config["model_cfg"], ("vision_cfg", "text_cfg"))
+    for side, name in (
+        ("vision_cfg", "timm_model_name"),
+        ("text_cfg", "hf_model_name"),
+        ("text_cfg", "hf_tokenizer_name"),
+    ):
+        if not isinstance(value := config["model_cfg"][side].get(name), str | None):
+            raise UsageError(f"{path}: {name} is {shown(value)}, not a name")
     check_sizes(str(path), config["model_cfg"])
     return config
 
@@ -87,12 +96,15 @@ def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
     """Refuse a model of impossible sizes before anything of its size is asked of the memory. Errors: UsageError."""
     if "embed_dim" not in model_cfg:
         raise UsageError(f"{where}: not an open_clip model config: embed_dim is missing")
-    for part in (model_cfg, model_cfg["vision_cfg"], model_cfg["text_cfg"]):
-        for name, most in MAX_SIZES.items():
-            for value in _items(part.get(name, 1)):
-                whole = isinstance(value, int) or (name == "mlp_ratio" and isinstance(value, float))
-                if isinstance(value, bool) or not whole or not 0 < value <= most:
-                    raise UsageError(f"{where}: {name} is {shown(value)}: expected a whole number from 1 to {most:,}")
+    vision, text = model_cfg["vision_cfg"], model_cfg["text_cfg"]
+    for part in (model_cfg, vision, text):
+        for name in part.keys() & MAX_SIZES.keys():
+            listed = part is vision and isinstance(part[name], list)
+            if listed and name != "layers" and (name != "image_size" or len(part[name]) != 2):
+                raise UsageError(f"{where}: {name} is a list: expected a number, or [height, width] of an image")
+            for value in part[name] if listed else [part[name]]:
+                if value is not None:  # null: not said; open_clip's ResNets have no patch_size
+                    _check_size(where, name, value)
     patches, weights = _patches_and_weights(model_cfg)
     if patches > MAX_PATCHES:
         raise UsageError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
@@ -102,22 +114,26 @@ def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
         raise UsageError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {there:,.0f} GB")
 
 
-def _items(value: Any) -> list[Any]:
-    """A size may be a list: [height, width] of an image, the layers of a ResNet's stages."""
-    return value if isinstance(value, list) and value else [value]
+def _check_size(where: str, name: str, value: Any) -> None:
+    kind, kinds = ("number above 0, at most", int | float) if name == "mlp_ratio" else ("whole number from 1 to", int)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= MAX_SIZES[name]:
+        raise UsageError(f"{where}: {name} is {shown(value)}: expected a {kind} {MAX_SIZES[name]:,}")
 
 
 def _patches_and_weights(model_cfg: dict[str, Any]) -> tuple[int, float]:
     """(patches of an image, weights that the towers have at least); (0, 0) where timm or Hugging Face knows."""
-    vision, text, patches, weights = model_cfg["vision_cfg"], model_cfg["text_cfg"], 0, 0.0
-    if "timm_model_name" not in vision:
-        width, patch = vision.get("width", 768), vision.get("patch_size", 16)
-        weights += sum(_items(vision.get("layers", 12))) * _block(vision, width)
-        if not isinstance(vision.get("layers"), list):
-            height, length = (_items(vision.get("image_size", 224)) * 2)[:2]
+    vision, text = ({k: v for k, v in model_cfg[s].items() if v is not None} for s in ("vision_cfg", "text_cfg"))
+    patches, weights = 0, 0.0
+    if not vision.get("timm_model_name"):
+        width, patch, layers = vision.get("width", 768), vision.get("patch_size", 16), vision.get("layers", 12)
+        resnet = isinstance(layers, list)
+        weights += (sum(layers) if resnet else layers) * _block(vision, width)
+        if not resnet:
+            size = vision.get("image_size", 224)
+            height, length = size if isinstance(size, list) else (size, size)
             patches = (height // patch) * (length // patch)
             weights += width * (patches + 3 * patch**2)
-    if "hf_model_name" not in text:
+    if not text.get("hf_model_name"):
         width, context = text.get("width", 512), text.get("context_length", 77)
         weights += text.get("layers", 12) * _block(text, width)
         weights += width * text.get("vocab_size", 49_408) + context**2  # the causal mask
@@ -135,6 +151,29 @@ def find_model_config(model: str) -> Path:
             return candidate
     shipped = ", ".join(sorted(p.name for p in (CONFIGS / "models").glob("*.json")))
     raise UsageError(f"--model {one_line(model)}: no such file; shipped model configs: {shipped}")
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """mmclip.json of an export, {} for a folder without it.
+
+    Errors: UsageError where a value that others compute with is not what it should be.
+    """
+    path = folder / "mmclip.json"
+    if not path.is_file():
+        return {}
+    facts = read_json(path)
+    for name, value in facts.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        expected = ""
+        if name in _FACT_SHARES and not (number and 0 <= value <= 1):
+            expected = "a number from 0 to 1"
+        elif "_scale" in name and value is not None and not (number and value > 0):
+            expected = "a number above 0"
+        elif name in _FACT_TEXTS and not isinstance(value, str):
+            expected = "a text"
+        if expected:
+            raise UsageError(f"{path}: {one_line(name, 60)} is {shown(value)}: expected {expected}")
+    return facts
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -163,4 +202,6 @@ def _finite(text: str) -> float:
 
 def shown(value: Any) -> str:
     """A value of a JSON file in a message: what is nested is named, not written out."""
-    return {dict: "an object", list: "a list"}.get(type(value)) or one_line(json.dumps(value, ensure_ascii=False), 60)
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return one_line(json.dumps(value, ensure_ascii=False), 60)

@@ -51,15 +51,9 @@ FREE_TO_CHANGE = {
 }
 
 
-def check(
-    state: dict[str, Any],
-    path: Path,
-    settings: Mapping[str, Any],
-    fingerprints: Mapping[str, str],
-    ranks: int,
-    total_steps: int,
-) -> None:
-    """Errors: UsageError naming what is not as it was: content, settings, data, locked trunks, processes."""
+def check(state: dict[str, Any], path: Path, settings: Mapping[str, Any], ranks: int) -> None:
+    """What can be said before a model loads. Errors: UsageError naming the content, setting or number of processes
+    that is not as it was."""
     odd = [k for k, kind in CONTENT.items() if not isinstance(state.get(k), kind)]
     if odd:
         raise UsageError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
@@ -72,12 +66,16 @@ def check(
             for k in changed
         )
         raise UsageError(f"--resume {path}: other settings than the run's: {told}")
+    if state["ranks"] != ranks:
+        raise UsageError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
+
+
+def check_run(state: dict[str, Any], path: Path, fingerprints: Mapping[str, str], total_steps: int) -> None:
+    """Errors: UsageError for other data, other weights of a locked trunk, or a step beyond the run."""
     for what in {*state["fingerprints"], *fingerprints}:
         if state["fingerprints"].get(what) != fingerprints.get(what):
             told = "training data are" if what == "data" else f"weights of the locked {one_line(what, 40)} are"
             raise UsageError(f"--resume {path}: the {told} not the run's")
-    if state["ranks"] != ranks:
-        raise UsageError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
     if not 0 <= state["taken"] <= state["step"] <= total_steps:
         raise UsageError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
 

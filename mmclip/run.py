@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 import yaml
 
-from mmclip import checkpoints, distributed
+from mmclip import checkpoints, distributed, resume
 from mmclip.build import build_model
 from mmclip.config import TrainSettings
 from mmclip.datasets import open_training
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.files import write_text_atomically
+from mmclip.files import remove_partials, write_text_atomically
 from mmclip.finish import finish
 from mmclip.loader import steps_per_epoch
 from mmclip.skipped import Skipped, told
@@ -34,7 +34,8 @@ def open_folder(settings: TrainSettings) -> Path:
     """The run's folder. Errors: UsageError where it holds a run already and this is not its continuation."""
     folder = Path(settings.logs) / run_name(settings)
     mine = distributed.world()[0] == 0  # other ranks may look when rank 0 has begun to write
-    if mine and settings.resume is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    there = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
+    if mine and settings.resume is None and there:
         raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
     if mine and settings.resume == "latest" and not (folder / "config.yaml").is_file():
         raise UsageError(f"--resume latest: {folder} holds no run; check --logs and --name")
@@ -53,9 +54,12 @@ def train(settings: TrainSettings) -> Path:
 def _train(settings: TrainSettings, device: torch.device) -> Path:
     folder = open_folder(settings)
     checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
+    state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
+    rank, ranks = distributed.world()
+    if checkpoint:
+        resume.check(state, checkpoint, settings.to_dict(), ranks)
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
-    rank, ranks = distributed.world()
     Skipped(settings.max_bad_samples).add(data.skipped)
     # refused before a model loads
     steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
@@ -75,14 +79,16 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     model.towers.to(device)
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_partials(folder)  # of a process that was killed
         checkpoints.require_checkpoint_space(folder, model, settings.keep_checkpoints)
     runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
     cache_dir = Path(settings.cache_dir) if settings.cache_features else None
     source = Source.open(data, model, runner, cache_dir, "training")
     val_source = EvalSource.open(val_data, distractors, model, runner, cache_dir) if val_data else None
     trainer = Trainer(settings, folder, model, source, val_source, runner)
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
+    if checkpoint:
+        trainer.resume(state, checkpoint)
+        del state  # its tensors are copied
     if rank == 0:
         write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
         _introduce(trainer)

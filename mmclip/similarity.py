@@ -166,6 +166,8 @@ class RoleSimilarity(nn.Module):
         gamma_init: float = 0.5,
     ) -> None:
         super().__init__()
+        if not 0 < scale_init <= scale_max:
+            raise ValueError(f"scale_init {scale_init:g} is not above 0 and at most scale_max {scale_max:g}")
         self.norm = Normalization(norm)
         self.directions = tuple(directions)
         self.scale_init, self.scale_max = float(scale_init), float(scale_max)
@@ -196,6 +198,11 @@ class RoleSimilarity(nn.Module):
         """The running [E[|q|**(1 - gamma_q)], E[|d|**(1 - gamma_d)]] of a direction, shape [2]."""
         return self.get_buffer(f"length_factors_{direction.value}")
 
+    def log_lengths(self, direction: Direction) -> Tensor:
+        """Logarithm of the product of a direction's length factors, 0-d: log(alpha) plus it is the log of the effective
+        scale."""
+        return self.length_factors(direction).clamp_min(TINY).log().sum()
+
     def is_calibrated(self, direction: Direction) -> bool:
         return not bool(self.length_factors(direction).isnan().any())
 
@@ -220,14 +227,14 @@ class RoleSimilarity(nn.Module):
             factors.lerp_(now.to(factors), 1 - MEMORY)
         else:
             factors.copy_(now)
-            self.logit_scale(direction).copy_(math.log(self.scale_init) - factors.clamp_min(TINY).log().sum())
+            self.logit_scale(direction).copy_(math.log(self.scale_init) - self.log_lengths(direction))
 
     @torch.no_grad()
     def clamp_(self) -> None:
         """Bring every effective scale above ``scale_max`` back to it, by its alpha. Call after an optimizer step."""
         for direction in self.directions:
             if self.is_calibrated(direction):
-                top = math.log(self.scale_max) - self.length_factors(direction).clamp_min(TINY).log().sum()
+                top = math.log(self.scale_max) - self.log_lengths(direction)
                 self.logit_scale(direction).clamp_(max=float(top))
 
     def forward(self, direction: Direction, query: Tensor, document: Tensor) -> Tensor:

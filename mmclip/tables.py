@@ -259,7 +259,7 @@ def _titled(title: object, results: Results | None, pool: str, table: Table) -> 
         place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
         asked = ", ".join(f"{n} {d}" for d, n in place["n_queries"].items())
         words += f": {place['n_images']} images, {place['n_texts']} texts; queries {asked}"
-    return Group(Text.assemble((one_line(title, 60), "bold"), words), table, Text(""))
+    return Group(Text.assemble((one_line(title, 60), "bold"), one_line(words, 200)), table, Text(""))
 
 
 def _name(name: object) -> Text:

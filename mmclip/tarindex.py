@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,6 +11,8 @@ from mmclip.errors import UsageError, one_line
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_CAPTION_BYTES = 1_000_000  # a larger text file is a fault, not a caption
+MAX_HEADER_BYTES = 65_536  # of an extended header or a long name: a path has 4096 at most
+_HEADERS = b"xgXLK"  # types of members that describe the next one
 _BLOCK = 512  # tar's
 _PADDING = 1 << 20  # looked through behind a tar's end: writers pad to 10 KB, seldom to more
 
@@ -25,11 +28,27 @@ class Sample:
     fault: str | None = None
 
 
+class _Member(tarfile.TarInfo):
+    """A member whose extended header is looked at before tarfile reads it: it would take one of any size into memory,
+    and up to Python 3.11.9 time by the square of a run of digits."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _HEADERS:
+            if self.size > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {self.size:,} bytes (at most {MAX_HEADER_BYTES:,})")
+            at = tar.fileobj.tell()
+            digits = re.search(rb"\d{300}", tar.fileobj.read(max(self.size, 0)))
+            tar.fileobj.seek(at)
+            if digits:
+                raise ValueError("a header with a number of more than 300 digits")
+        return super()._proc_member(tar)  # type: ignore[misc]
+
+
 def index_shard(path: Path) -> list[Sample]:
     """The samples of a tar in the order of their first members.
 
-    A member's key is its path up to the first dot of its name, as webdataset has it. Members that are no plain files
-    are passed over; an absolute path or '..' is a fault of its sample. Of a key's second picture or caption file the
+    A member's key is its path up to the first dot of its name, as webdataset has it. A link, a device, a sparse file,
+    an absolute path or '..' is a fault of its sample. Of a key's second picture or caption file the
     first is kept, and one more Sample without either names the other. Errors: UsageError for a file that is no tar,
     that stops before its end, or that goes on behind it.
     """
@@ -38,20 +57,24 @@ def index_shard(path: Path) -> list[Sample]:
     size = path.stat().st_size
     end, at = 0, -1
     try:
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(path, "r:", tarinfo=_Member) as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # ours are in ``samples``; a shard may have a million
                 if member.size < 0 or member.offset <= at:
                     # tarfile would step back by a negative size, and read the same members for ever
                     raise UsageError(f"{path}: damaged: its member {one_line(member.name, 80)} has a negative size")
                 at = member.offset
-                end = max(end, member.offset_data + (member.size if member.isreg() else 0))
+                # of a sparse file only the parts that are no holes are there
+                stored = (
+                    tar.offset if member.issparse() else member.offset_data + (member.size if member.isreg() else 0)
+                )
+                end = max(end, stored)
                 if end > size:
                     raise UsageError(
                         f"{path}: truncated: its member {one_line(member.name, 80)} ends at byte {end:,} "
                         f"of a file of {size:,}"
                     )
-                if member.isreg():
+                if not member.isdir():
                     _add_member(samples, repeated, tar, member, str(path))
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         if isinstance(error, UsageError):
@@ -103,6 +126,8 @@ def _add_member(
         sample.fault = "a name that is not UTF-8"
     elif name.is_absolute() or ".." in name.parts:
         sample.fault = f"its member {one_line(member.name, 80)} leaves the archive's folder"
+    elif not member.isreg() or member.issparse():
+        sample.fault = f"its member {one_line(member.name, 80)} is a link, a device or a sparse file, not a plain one"
     elif suffix == "txt":
         if member.size > MAX_CAPTION_BYTES:
             sample.fault = f"a caption file of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"

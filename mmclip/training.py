@@ -31,7 +31,7 @@ from mmclip.skipped import Skipped
 from mmclip.sources import Source
 from mmclip.step import NotFinite, Stepper
 
-ALARM = 2  # why a run stops, where it is no signal's number: an alarm under --strict; the exit code, too
+ALARM = 1000  # why a run stops, where it is no signal's number: an alarm under --strict
 
 
 class Trainer:
@@ -271,11 +271,10 @@ class Trainer:
         self.saved = self.step
         distributed.barrier()
 
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint. Errors: UsageError where settings that matter, or the data, have changed, or the
-        file is not a checkpoint of this run."""
-        state = checkpoints.load_checkpoint(path)
-        resume.check(state, path, self.settings.to_dict(), self.fingerprints, self.ranks, self.total_steps)
+    def resume(self, state: dict[str, Any], path: Path) -> None:
+        """Continue from a checkpoint that ``resume.check`` has passed. Errors: UsageError where data or locked weights
+        have changed, or its tensors are not this run's."""
+        resume.check_run(state, path, self.fingerprints, self.total_steps)
         resume.load(state, path, self.towers, self.loss, self.stepper.optimizer)
         self.step = self.saved = state["step"]
         self.taken = state["taken"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +85,84 @@ def test_unknown_names_and_tags_are_refused(model: str, pretrained: str | None, 
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        '{"embed_dim": 4}',
-        '{"embed_dim": 4, "vision_cfg": {}, "text_cfg": 3}',
-        json.dumps({**MODEL, "vision_cfg": {"layerz": 3}}),
-    ],
-)
-def test_a_faulty_model_config_is_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "m.json").write_text(content, encoding="utf-8")
-    with pytest.raises(UsageError) as error:
-        build_model(str(tmp_path / "m.json"))
-    assert "m.json" in str(error.value) and "\n" not in str(error.value)
+class Evil:
+    """A pickle that would write a file when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return __import__("os").system, ("touch PWNED",)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".npz", ".safetensors", ".json"])
+def test_weights_never_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / f"evil{suffix}"
+    with path.open("wb") as file:
+        torch.save(Evil(), file)
+    with pytest.raises(UsageError, match="evil"):
+        build_model(write(tmp_path / "m.json", MODEL), pretrained=str(path))
+    with pytest.raises(UsageError, match="evil"):
+        build_model(write(tmp_path / "t.json", TIMM), image_trunk=str(path))
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_code_that_comes_with_a_hugging_face_folder_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    evil, asked = tmp_path / "evil", {"trust_remote_code": True}
+    evil.mkdir()
+    (evil / "code.py").write_text("open('PWNED', 'w')\nclass C: pass\n", encoding="utf-8")
+    for name, what in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        kinds = "code.C" if what == "AutoConfig" else ["code.C", "code.C"]
+        write(evil / name, {"model_type": "evil", "auto_map": {what: kinds}, "tokenizer_class": "C"})
+    for text in (
+        {"hf_model_name": str(evil), "hf_tokenizer_name": str(evil), "tokenizer_kwargs": asked},
+        {**MODEL["text_cfg"], "hf_tokenizer_name": str(evil), "tokenizer_kwargs": asked},
+    ):
+        with pytest.raises(UsageError):
+            build_model(write(tmp_path / "m.json", {**MODEL, "text_cfg": text}), pretrained_text=False)
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 8 + b"{}", b"\x10" + bytes(7) + b"[" * 16, bytes(4), b""])
+def test_a_safetensors_file_whose_header_lies_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match="not a checkpoint of this model") as error:
+        build_model(write(tmp_path / "m.json", MODEL), str(tmp_path / "x.safetensors"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e30])
+def test_a_checkpoint_of_damaged_weights_is_one_line(tmp_path: Path, scale: float) -> None:
+    path, weights = write(tmp_path / "m.json", MODEL), tmp_path / "x.safetensors"
+    state = build_model(path).towers.clip.state_dict()
+    save_file({**state, "logit_scale": torch.tensor(scale)}, str(weights))
+    with pytest.raises(UsageError, match="logit_scale"):
+        build_model(path, str(weights))
+    save_file({**state, "visual.proj": torch.full_like(state["visual.proj"], torch.nan)}, str(weights))
+    with pytest.raises(UsageError, match=r"x\.safetensors: features that are not finite"):
+        build_model(path, str(weights))
+
+
+@pytest.mark.timeout(60)
+def test_a_caption_of_any_length_is_tokenized_at_once_and_others_as_open_clip_does(tmp_path: Path) -> None:
+    ours = build_model(write(tmp_path / "m.json", MODEL)).tokenize
+    stock = open_clip.SimpleTokenizer(context_length=16)
+    prose = (
+        "A caf\u00e9 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 &amp; three red-brown dogs, 12 of them;  they're off. "
+        * 500
+    )
+    captions = ["a dog", "", "x" * 999, "word " * 190, prose[:1000], prose]
+    assert len(prose) > 30_000 and torch.equal(ours(captions), stock(captions))
+    started = time.monotonic()
+    for word in ("x" * 900_000, "ab" * 450_000, "\u202e" * 900_000, " " * 900_000 + "x", "1" * 900_000):
+        assert ours([word]).shape == (1, 16)
+    assert time.monotonic() - started < 5
+    assert ours(["a" + " " * 2000 + "dog"]).equal(stock(["a dog"]))
+
+
+@pytest.mark.parametrize("aug_cfg", [{"scale": 5.0}, {"color_jitter": -1.0}, {"ratio": (0.0, 0.0)}])
+def test_an_augmentation_that_open_clip_cannot_use_is_one_line(tmp_path: Path, aug_cfg: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"--aug-cfg .*{next(iter(aug_cfg))}"):
+        build_model(write(tmp_path / "m.json", MODEL)).transform(train=True, aug_cfg=aug_cfg)
 
 
 def test_coca_is_refused_by_its_config_too(tmp_path: Path) -> None:

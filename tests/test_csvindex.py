@@ -60,6 +60,10 @@ def test_faulty_rows_of_a_csv_are_skipped_and_named(tmp_path: Path) -> None:
         ('filepath\t"ti\ntle"\nx\ty\n', "no column 'title'"),
         ('filepath\ttitle\nx\t"open\ny\tz\n', "line 2 or later: a quote that is never closed"),
         ("filepath\ttitle\nx\ty\n", "no such picture, line 2"),
+        ("filepath\ttitle\ttitle\nx\ty\tz\n", "2 columns are called 'title' (--csv-caption-key)"),
+        ("filepath\tfilepath\ttitle\nx\ty\tz\n", "2 columns are called 'filepath' (--csv-img-key)"),
+        ("filepath\ttitle\n\x02end\x03\nx\ty\n", "line 2 or later"),
+        ("\0\x1b[31m\u202e\n", "its columns are: \\x00\\x1b[31m\\u202e"),
     ],
 )
 def test_csv_faults_are_one_line(tmp_path: Path, text: str, told: str) -> None:
@@ -68,3 +72,14 @@ def test_csv_faults_are_one_line(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(UsageError, match=r"pairs\.csv") as error:
         open_data(str(path))
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_hostile_paths_and_captions_are_named_safely_or_read(tmp_path: Path) -> None:
+    (tmp_path / "[red]\u202e.jpg").write_bytes(jpeg(1))
+    path = tmp_path / "pairs.tsv"
+    rows = ["[red]\u202e.jpg\t[/]\u200b\x1b[31m", "a\0.jpg\tx", "\x1b[31mgone.jpg\tx"]
+    path.write_text("unnamed\tunnamed\tfilepath\ttitle\n" + "".join(f"0\t0\t{r}\n" for r in rows), encoding="utf-8")
+    data = open_data(str(path))
+    assert data.captions == [["[/]\u200b\x1b[31m"]] and data.read_image(0).size == (20, 12)
+    told = [str(bad) for bad in data.skipped]
+    assert "a\\x00.jpg" in told[0] and "\\x1b[31mgone.jpg" in told[1] and all(t.isprintable() for t in told)

@@ -17,7 +17,7 @@ from mmclip.losses import (
     direction_weights,
     known_positives,
 )
-from mmclip.similarity import Direction, Normalization
+from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization
 
 
 def naive_loss(scores: torch.Tensor, positives: list[list[bool]], policy: str) -> float:
@@ -195,3 +195,16 @@ def test_both_gammas_move_the_right_way_where_length_matters(informative: bool, 
     gamma_q, gamma_d = (g.item() for g in loss.similarity.exponents)
     assert sign * (gamma_q - 0.5) > 0.1, gamma_q
     assert sign * (gamma_d - 0.5) > 0.1, gamma_d
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_an_untrained_direction_follows_the_trained_ones_effective_scale(factor: float) -> None:
+    """In the loss's own precision, and without a division by the length of a vector of zeros."""
+    g = torch.Generator().manual_seed(0)
+    sides = {s: factor * torch.randn(6, 4, generator=g, dtype=torch.float64) for s in ("image", "text")}
+    loss = clip_loss("asym-i2t", "dot").double()
+    out = loss(sides)
+    assert out.by_direction.keys() == set(CLIP_DIRECTIONS) and torch.isfinite(out.loss)
+    if factor:
+        a, b = (loss.similarity.effective_scale(d) for d in CLIP_DIRECTIONS)
+        assert a == pytest.approx(b, rel=1e-14)

@@ -1,16 +1,76 @@
-"""train_clip.py under torchrun: two gloo ranks end where one process with the joint batch ends."""
+"""train_clip.py under torchrun: two gloo ranks end where one process with the joint batch ends, in both towers too, and
+what they leave scores in stock clip-benchmark as in the run's own results."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import open_clip
+import pytest
 import torch
+from PIL import Image
+from torch import Tensor, nn
 
 from mmclip import load_model
 from tests.tiny import ROOT, run_script
+
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """train_clip.py on two ranks, which meet at a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "--"]
+    command += [str(ROOT / "scripts" / "train_clip.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=QUIET)
+
+
+def clip_benchmark_metrics(model: Path, data: Path, output: Path) -> dict[str, float]:
+    """The numbers of clip-benchmark's own command line, which knows nothing of mmclip."""
+    command = [sys.executable, "-m", "clip_benchmark.cli", "eval", "--model", f"local-dir:{model}", "--pretrained", "x",
+               "--dataset", "wds/plain", "--dataset_root", str(data), "--task", "zeroshot_retrieval",
+               "--recall_k", "1", "5", "10", "--num_workers", "0", "--no_amp", "--output", str(output)]  # fmt: skip
+    done = subprocess.run(command, cwd=output.parent, capture_output=True, text=True, timeout=300, check=False,
+                          env={**QUIET, "HF_HUB_OFFLINE": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics: dict[str, float] = json.loads(output.read_text(encoding="utf-8"))["metrics"]
+    return metrics
+
+
+@torch.no_grad()
+def embeddings(model: Path, shard: Path) -> tuple[Tensor, Tensor]:
+    """Unit rows of a shard's images and captions in float64, by stock open_clip alone."""
+    clip, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{model}")
+    tokenize = open_clip.get_tokenizer(f"local-dir:{model}")
+    clip.eval()
+    with tarfile.open(shard) as tar:
+        files = {m.name: tar.extractfile(m).read() for m in sorted(tar.getmembers(), key=lambda m: m.name)}
+    pictures = [preprocess(Image.open(io.BytesIO(v)).convert("RGB")) for k, v in files.items() if k.endswith(".png")]
+    captions = [c for k, v in files.items() if k.endswith(".txt") for c in v.decode().splitlines()]
+    rows = clip.encode_image(torch.stack(pictures)), clip.encode_text(tokenize(captions))
+    image, text = (nn.functional.normalize(r.double(), dim=-1) for r in rows)
+    return image, text
+
+
+def hit_rates(scores: Tensor, relevant: Tensor, k: int) -> tuple[float, float]:
+    """Success@k where ties go against the relevant document, and where they go for it.
+
+    Cosines within 1e-6 are a tie: clip-benchmark ranks float32 products, mmclip and this float64 ones.
+    """
+    best = scores.masked_fill(~relevant, -torch.inf).amax(1, keepdim=True)
+    rivals = scores.masked_fill(relevant, -torch.inf)
+    lowest, highest = (float(((rivals > best + e).sum(1) < k).double().mean()) for e in (-1e-6, 1e-6))
+    return lowest, highest
 
 
 def test_two_ranks_train_like_one_process_on_the_joint_batch(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -20,10 +80,7 @@ def test_two_ranks_train_like_one_process_on_the_joint_batch(tiny_data: Path, ti
               "--device", "cpu", "--log-every-n-steps", 1]  # fmt: skip
     one = run_script("train_clip.py", *common, "--name", "one", "--batch-size", 40)
     assert one.returncode == 0, one.stderr[-2000:]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533", "--"]
-    command += [str(ROOT / "scripts" / "train_clip.py"), *map(str, common), "--name", "two", "--batch-size", "20"]
-    two = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-                         env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    two = torchrun(*common, "--name", "two", "--batch-size", 20)
     assert two.returncode == 0, two.stderr[-3000:]
     a, b = (load_model(str(tmp_path / name)) for name in ("one", "two"))
     start = {k: v.clone() for k, v in a.towers.state_dict().items()}
@@ -33,3 +90,45 @@ def test_two_ranks_train_like_one_process_on_the_joint_batch(tiny_data: Path, ti
         assert abs(a.facts[fact] / b.facts[fact] - 1) < 1e-4, fact
     lines = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("one", "two")]
     assert lines[0] == lines[1], "only rank 0 writes"
+
+
+def test_both_towers_tuned_under_torchrun_score_in_stock_clip_benchmark_as_in_the_run(
+    tiny_data: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("clip_benchmark")
+    open_clip.add_model_config(tiny_model)
+    torch.manual_seed(5)
+    start = open_clip.create_model(tiny_model.stem, load_weights=False).state_dict()
+    torch.save({"state_dict": start}, tmp_path / "epoch_0.pt")
+    # clip-benchmark knows of a caption's own image only, and so does mmclip where no truth.jsonl says more
+    data = tmp_path / "plain" / "test"
+    shutil.copytree(tiny_data / "test", data, ignore=shutil.ignore_patterns("truth.jsonl"))
+    shutil.copy(tiny_data / "dataset_type.txt", data.parent)
+    steps, lr = 4, 1e-4
+    done = torchrun("--train-data", tiny_data, "--val-data", data.parent, "--model", tiny_model, "--pretrained",
+                    tmp_path / "epoch_0.pt", "--batch-size", 16, "--max-steps", steps, "--lr", lr, "--warmup", 1,
+                    "--loss", "asym-i2t", "--norm", "qnorm", "--device", "cpu", "--workers", 0,
+                    "--logs", tmp_path, "--name", "tuned")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    tuned = load_model(str(tmp_path / "tuned")).towers.clip.state_dict()
+    moved = {k: float((tuned[k] - v).abs().max()) for k, v in start.items() if k != "logit_scale"}
+    for tower, names in (("visual", [k for k in moved if k.startswith("visual.")]),
+                         ("text", [k for k in moved if not k.startswith("visual.")])):  # fmt: skip
+        assert max(moved[k] for k in names) > lr, f"the {tower} tower did not train"
+    assert max(moved.values()) < 2 * steps * lr, "an AdamW step moves a weight by about lr: it started elsewhere"
+    theirs = clip_benchmark_metrics(tmp_path / "tuned" / "model", data.parent, tmp_path / "benchmark.json")
+    results = json.loads((tmp_path / "tuned" / "results.json").read_text(encoding="utf-8"))
+    image, text = embeddings(tmp_path / "tuned" / "model", data / "0.tar")
+    own = torch.arange(24).repeat_interleave(5)[None, :] == torch.arange(24)[:, None]
+    for direction, side, scores, relevant in (
+        ("i2t", "text", image @ text.T, own),
+        ("t2i", "image", text @ image.T, own.T),
+    ):
+        ours = results["retrieval"][direction]["cosine"]
+        for k in (1, 5, 10):
+            # Equal captions tie, against us here and at random there: where no tie decides a hit, the three are equal.
+            lowest, highest = hit_rates(scores, relevant, k)
+            assert highest - lowest <= 1 / 24, "too many ties to tell"
+            for number in (ours[f"success@{k}"], theirs[f"{side}_retrieval_recall@{k}"]):
+                assert lowest - 1e-6 <= number <= highest + 1e-6, (direction, k, number, lowest, highest)

@@ -141,3 +141,8 @@ def test_gamma_is_shared_by_the_directions_and_alpha_is_not() -> None:
     assert [torch.as_tensor(g).item() for g in similarity.exponents] == [0.5, 0.5]
     q2d = RoleSimilarity("qnorm", [Direction.Q2D])
     assert [n for n, _ in q2d.named_parameters()] == ["logit_scale_q2d"]
+
+
+def test_a_start_above_the_clamp_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale_init 14\.3 is not above 0 and at most scale_max 1"):
+        RoleSimilarity("dot", scale_init=14.3, scale_max=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import random
 import struct
 import tarfile
@@ -53,6 +54,66 @@ def test_joined_compressed_and_deeply_nested_tars_are_one_line_errors(tmp_path: 
         with pytest.raises(UsageError, match=told) as error:
             open_data(str(tmp_path / "0.tar"))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE],
+)
+def test_links_devices_and_sparse_files_are_faults_of_their_sample(tmp_path: Path, kind: bytes) -> None:
+    odd, text = tarfile.TarInfo("odd.jpg"), tarfile.TarInfo("odd.txt")
+    odd.type, odd.linkname, text.size = kind, "/etc/passwd", 1
+    header = bytearray(odd.tobuf(tarfile.GNU_FORMAT))
+    if kind == tarfile.GNUTYPE_SPARSE:  # one stored block of a file of a gigabyte
+        header[124:136] = header[398:410] = b"00000001000\0"
+        header[386:398], header[483:495] = b"00000000000\0", b"10000000000\0"
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        header += bytes(512)
+    content = write_tar(tmp_path / "0.tar", good(1)).read_bytes()
+    with tarfile.open(tmp_path / "0.tar") as tar:
+        end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar)
+    members = bytes(header) + text.tobuf(tarfile.GNU_FORMAT) + b"x".ljust(512, b"\0")
+    (tmp_path / "0.tar").write_bytes(content[:end] + members + bytes(1024))
+    data = open_data(str(tmp_path / "0.tar"))
+    assert data.keys == ["k0"]
+    (bad,) = data.skipped
+    assert bad.key == "odd" and "odd.jpg is a link, a device or a sparse file" in bad.reason
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("kind", "content", "told"),
+    [
+        (b"x", b"50000019 comment=" + b"a" * 1_000_000, "a header of 1,000,017 bytes"),
+        (b"g", b"9" * 70_000, "a header of 70,000 bytes"),
+        (b"x", b"9" * 60_000, "a number of more than 300 digits"),  # an hour in Python before 3.11.10, were it longer
+        (b"L", b"a/" * 500_000, "a header of 1,000,000 bytes"),
+        (b"K", b"a" * 70_000, "a header of 70,000 bytes"),
+    ],
+)
+def test_headers_that_would_fill_memory_or_hours_are_refused(
+    tmp_path: Path, kind: bytes, content: bytes, told: str
+) -> None:
+    header = tarfile.TarInfo("h")
+    header.type, header.size = kind, len(content)
+    padded = content + bytes(-len(content) % 512)
+    whole = write_tar(tmp_path / "0.tar", good(1)).read_bytes()
+    (tmp_path / "0.tar").write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + padded + whole)
+    with pytest.raises(UsageError, match=told) as error:
+        open_data(str(tmp_path / "0.tar"))
+    assert "\n" not in str(error.value)
+
+
+def test_long_names_and_pax_headers_of_ordinary_size_are_read(tmp_path: Path) -> None:
+    name = "d" * 200 + "/" + "k" * 200
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        with tarfile.open(tmp_path / "0.tar", "w", format=form) as tar:
+            for suffix, content in (("jpg", jpeg()), ("txt", "caf\u00e9".encode())):
+                info = tarfile.TarInfo(f"{name}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        assert open_data(str(tmp_path / "0.tar")).keys == [name]
 
 
 @pytest.mark.timeout(60)

@@ -1,0 +1,81 @@
+"""SIGTERM and Ctrl-C: the real script, stopped in the middle, saves, leaves, and ends as the uninterrupted run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmclip.interrupts import Cut, Interrupts
+from tests.tiny import ROOT, run_script
+
+FLAGS = ["--batch-size", 32, "--workers", 2, "--lr", "1e-3", "--warmup", 2, "--epochs", 60, "--log-every-n-steps", 1,
+         "--device", "cpu", "--val-steps", 50, "--save-steps", 1000]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_data: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    logs = tmp_path_factory.mktemp("logs")
+    flags = ["--train-data", tiny_data, "--model", tiny_model, "--logs", logs, *FLAGS]
+    whole = run_script("train_clip.py", *flags, "--name", "whole")
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    return flags
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_saves_and_leaves(flags: list[object], signum: signal.Signals) -> None:
+    logs, name = Path(str(flags[5])), signum.name
+    command = [sys.executable, ROOT / "scripts" / "train_clip.py", *flags, "--name", name]
+    process = subprocess.Popen(
+        [str(c) for c in command], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    metrics, deadline = logs / name / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 5):
+        assert process.poll() is None and time.monotonic() < deadline, "the run never got going"
+        time.sleep(0.01)
+    os.killpg(process.pid, signum)  # to the reading processes as well, as a terminal and a scheduler do
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 128 + signum, stderr[-2000:]
+    assert "Traceback" not in stderr and f"{name}: saving, then leaving" in stderr
+    assert f"continue with --name {name} --resume latest" in stderr
+    steps = metrics.read_text().count("\n")
+    assert 5 < steps < 180, "stopped in the middle"
+    assert (logs / name / "checkpoints" / "latest").read_text() == f"step_{steps:08d}.pt\n", "no step is lost"
+    resumed = run_script("train_clip.py", *flags, "--name", name, "--resume", "latest", "--workers", 0)
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert f"continuing after step {steps}" in resumed.stderr
+    weights = "model/open_clip_model.safetensors"
+    assert (logs / name / weights).read_bytes() == (logs / "whole" / weights).read_bytes()
+    assert metrics.read_text().count("\n") == 180
+
+
+def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts:
+        assert interrupts.signum == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.signum == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_acts_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_work_that_may_be_cut_is_cut_and_no_handler_of_exceptions_can_swallow_it() -> None:
+    with Interrupts() as interrupts:
+        with pytest.raises(Cut), interrupts.cutting():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception:
+                pytest.fail("swallowed")
+        with pytest.raises(Cut), interrupts.cutting():
+            pytest.fail("not even begun after a signal")
