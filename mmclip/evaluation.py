@@ -235,6 +235,7 @@ def save_results(results: Results, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results.json, indent=1, allow_nan=False, ensure_ascii=False)
+    text = text.encode("utf-8", "backslashreplace").decode()  # a file name that is not UTF-8: JSON escapes it alike
 
     def write(partial: Path) -> None:
         with partial.open("wb") as file:  # given a name, numpy would add its own ending

@@ -208,7 +208,7 @@ def _name_value_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UsageError(f"{path}: not readable as YAML: {one_line(error.problem or error.context)}{where}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: not readable as YAML: {one_line(error)}") from None
+        raise UsageError(f"{path}: not readable as YAML: {str(error).partition(chr(10))[0]}") from None
     except RecursionError:
         raise UsageError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
     if not isinstance(root, yaml.MappingNode):

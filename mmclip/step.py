@@ -124,7 +124,7 @@ class Stepper:
             return out, sides
         parts = batch.split(self.settings.batch_size)
         statistics = [b.clone() for b in self.towers.buffers()]
-        # A compiled network draws its dropout masks alike only where it runs the same graph twice, hence with gradient.
+        # Compiled, the graphs with and without gradient are two, and nothing promises that they draw masks alike.
         with self._alone(), torch.set_grad_enabled(self.settings.torchcompile):
             features = [tuple(f.detach() for f in self._features(p, step, i)) for i, p in enumerate(parts)]
         for buffer, before in zip(self.towers.buffers(), statistics, strict=True):

@@ -7,10 +7,12 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import open_clip
@@ -25,14 +27,19 @@ from tests.tiny import ROOT, run_script
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+def command(*arguments: object) -> list[str]:
     """train_clip.py on two ranks, which meet at a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "--"]
-    command += [str(ROOT / "scripts" / "train_clip.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=QUIET)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "--"]
+    return [*start, str(ROOT / "scripts" / "train_clip.py"), *map(str, arguments)]
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=QUIET
+    )
 
 
 def clip_benchmark_metrics(model: Path, data: Path, output: Path) -> dict[str, float]:
@@ -73,14 +80,23 @@ def hit_rates(scores: Tensor, relevant: Tensor, k: int) -> tuple[float, float]:
     return lowest, highest
 
 
-def test_two_ranks_train_like_one_process_on_the_joint_batch(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [["--batch-size", 20], ["--batch-size", 10, "--accum-freq", 2, "--grad-checkpointing", "--torchcompile"]],
+    ids=["plain", "accumulated, checkpointed, compiled"],
+)
+def test_two_ranks_train_like_one_process_on_the_joint_batch(
+    tiny_data: Path, tiny_model: Path, tmp_path: Path, how: list[object]
+) -> None:
+    if "--torchcompile" in how and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
     # 96 images in joint batches of 40: the last one, of 16, is shared out too
     common = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--lr", "1e-3",
               "--eps", "1e-3", "--warmup", 2, "--epochs", 2, "--keep-last", "--loss", "asym-i2t", "--norm", "learned",
               "--device", "cpu", "--log-every-n-steps", 1]  # fmt: skip
     one = run_script("train_clip.py", *common, "--name", "one", "--batch-size", 40)
     assert one.returncode == 0, one.stderr[-2000:]
-    two = torchrun(*common, "--name", "two", "--batch-size", 20)
+    two = torchrun(*common, "--name", "two", *how)
     assert two.returncode == 0, two.stderr[-3000:]
     a, b = (load_model(str(tmp_path / name)) for name in ("one", "two"))
     start = {k: v.clone() for k, v in a.towers.state_dict().items()}
@@ -90,6 +106,25 @@ def test_two_ranks_train_like_one_process_on_the_joint_batch(tiny_data: Path, ti
         assert abs(a.facts[fact] / b.facts[fact] - 1) < 1e-4, fact
     lines = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("one", "two")]
     assert lines[0] == lines[1], "only rank 0 writes"
+
+
+def test_a_signal_to_one_rank_saves_and_ends_them_all(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--name", "x", "--workers", 0,
+                "--epochs", 2000, "--batch-size", 16, "--device", "cpu", "--val-data", "none", "--save-steps", 10**6,
+                "--log-every-n-steps", 1),
+        cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=QUIET,
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "x" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 5):
+        assert process.poll() is None and time.monotonic() < deadline, "the run never got going"
+        time.sleep(0.01)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[1]), signal.SIGTERM)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode != 0 and "continue with --name x --resume latest" in stderr, stderr[-3000:]
+    steps = metrics.read_text().count("\n")
+    assert (tmp_path / "x" / "checkpoints" / "latest").read_text() == f"step_{steps:08d}.pt\n"
 
 
 def test_both_towers_tuned_under_torchrun_score_in_stock_clip_benchmark_as_in_the_run(

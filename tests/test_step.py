@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +89,58 @@ def test_four_accumulated_passes_have_the_gradients_of_one(tiny_model: Path, los
         assert (norm is Normalization.LEARNED) == any("gamma" in n for n in found[0])
 
 
-@pytest.mark.parametrize("same_masks", [True, False])
-def test_dropout_is_replayed_in_the_second_pass(tiny_model: Path, same_masks: bool) -> None:
-    """Against one graph over all parts, each drawn under its part's seed; with other seeds it must not agree."""
-    s = stepper(tiny_model, torch.float64, clip_loss("sym", "learned"), 0.3, batch_size=4, accum_freq=4, seed=5)
+@pytest.mark.parametrize(
+    ("how", "same_masks"),
+    [
+        ({}, True),
+        ({}, False),
+        ({"grad_checkpointing": True}, True),
+        ({"torchcompile": True, "grad_checkpointing": True}, True),
+    ],
+    ids=str,
+)
+def test_dropout_is_replayed_in_the_second_pass(tiny_model: Path, how: dict[str, bool], same_masks: bool) -> None:
+    """Against one graph over all parts, each drawn under its part's seed; with other seeds it must not agree.
+
+    A compiled network draws other masks than an eager one, so it is held against itself.
+    """
+    if how.get("torchcompile") and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    flags = {"batch_size": 4, "accum_freq": 4, "seed": 5, **how}
+    s = stepper(tiny_model, torch.float64, clip_loss("sym", "learned"), 0.3, **flags)
     s.take(batch(torch.float64), 7, 0, 10, False)
     accumulated = gradients(s)
-    s = stepper(tiny_model, torch.float64, clip_loss("sym", "learned"), 0.3, batch_size=4, accum_freq=4, seed=5)
+    s = stepper(tiny_model, torch.float64, clip_loss("sym", "learned"), 0.3, **flags)
     features = []
     for i, part in enumerate(batch(torch.float64).split(4)):
         torch.manual_seed(seed_of(5, 0, 7, i) + (not same_masks))
-        features.append(s.towers(part.images, part.tokens))
+        features.append(s.network(part.images, part.tokens, False, False))
     image, text = (torch.cat(side) for side in zip(*features, strict=True))
     s.loss({"image": image, "text": text}, IDS, torch.arange(ROWS)).loss.backward()
     error = relative_error(accumulated, gradients(s))
     assert error < 1e-12 if same_masks else error > 1e-2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"grad_checkpointing": True},
+        {"grad_checkpointing": True, "accum_freq": 4},
+        {"torchcompile": True},
+        {"torchcompile": True, "accum_freq": 4},
+    ],
+    ids=str,
+)
+def test_compiled_and_checkpointed_steps_have_the_plain_ones_gradients(tiny_model: Path, how: dict[str, Any]) -> None:
+    if how.get("torchcompile") and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    found = []
+    for flags in ({}, how):
+        size = 16 // flags.get("accum_freq", 1)
+        s = stepper(tiny_model, torch.float64, clip_loss("asym-t2i", "learned"), batch_size=size, **flags)
+        s.take(batch(torch.float64), 0, 0, 10, False)
+        found.append(gradients(s))
+    assert relative_error(found[1], found[0]) < 1e-12
 
 
 def test_batch_statistics_count_a_part_once(tiny_model: Path) -> None:
