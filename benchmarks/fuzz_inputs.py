@@ -1,4 +1,4 @@
-"""The good inputs that the fuzzer damages: tiny data of every form, a model, a config, and checkpoints of a real run."""
+"""The good inputs that are damaged: tiny data of every form, a model, a config, and checkpoints of a real run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 STEPS = 2
-# Flags win over a config file: whatever a damaged one says, a case stays short and writes below logs/ alone.
+# Flags win over a config file: whatever a damaged one says, a case is short and small and writes below logs/ alone.
 FLAGS = (
     *("--config", "config.yaml", "--logs", "logs", "--name", "run", "--cache-dir", "logs/cache", "--device", "cpu"),
     *("--workers", "0", "--batch-size", "8", "--epochs", "50", "--max-steps", str(STEPS), "--warmup", "1"),
@@ -57,7 +57,7 @@ class Kind:
 
 _CSV = ("pairs.csv", "pictures")
 KINDS = (
-    Kind("yaml", ("config.yaml",), inputs=("data.tar", "folder", *_CSV)),
+    Kind("yaml", ("config.yaml",), ("--model", "model.json"), ("data.tar", "folder", *_CSV)),
     Kind("csv", ("pairs.csv",), ("--train-data", "pairs.csv"), _CSV),
     Kind("picture", ("pictures/0.png", "pictures/1.jpg", "pictures/2.webp"), ("--train-data", "pairs.csv"), _CSV),
     Kind("tar", ("data.tar",)),
@@ -102,7 +102,8 @@ def make_data(root: Path) -> None:
         lines = "".join(json.dumps(truth) + "\n" for truth in truths)
         (root / "folder" / split / "truth.jsonl").write_text(lines, encoding="utf-8")
     (root / "model.json").write_text(json.dumps(MODEL, indent=1), encoding="utf-8")
-    (root / "config.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False), encoding="utf-8")
+    config = yaml.safe_dump(CONFIG, sort_keys=False, default_flow_style=None)
+    (root / "config.yaml").write_text(config, encoding="utf-8")
 
 
 def keep_checkpoints(run: Path, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from fuzz_inputs import STEPS
 
 Listing = dict[str, tuple[int, int, int]]
@@ -27,6 +29,10 @@ class Outcome:
     seconds: float
     megabytes: float
     faults: list[str]
+
+    def __str__(self) -> str:
+        told = "; ".join(self.faults) or "right"
+        return f"exit code {self.code}, {self.seconds:.1f} s, {self.megabytes:.0f} MB, {told}"
 
 
 def train_main(argv: Sequence[str]) -> None:
@@ -51,9 +57,9 @@ def run_case(
     may_need_memory: bool = False,
     runner: Callable[[Sequence[str]], None] = train_main,
 ) -> Outcome:
-    """Run ``runner(argv)`` in the folder ``case`` of ``root`` and check it; its output lies in root/stdout, root/stderr.
+    """Run ``runner(argv)`` in the folder ``case`` of ``root`` and check it; its output is in root/stdout, root/stderr.
 
-    ``may_need_memory``: the inputs may ask for more memory than there is, as a model's size does, so to say so is right.
+    ``may_need_memory``: the inputs may ask for more memory than there is, as a model's size does: to say so is right.
     """
     for name in ("stdout", "stderr"):
         (root / name).write_bytes(b"")
@@ -155,3 +161,16 @@ def _listing(root: Path, apart: Path) -> Listing:
 def _changes(before: Listing, after: Listing) -> list[str]:
     changed = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))
     return [f"changed outside the log folder: {', '.join(changed[:5])}"] if changed else []
+
+
+def import_everything() -> None:
+    """What a run imports, once for all cases; nothing is computed, so that forking stays safe."""
+    for name in (
+        "torch._dynamo",
+        "transformers.dynamic_module_utils",
+        "transformers.utils",
+        "mmclip.config",
+        "mmclip.run",
+    ):
+        importlib.import_module(name)
+    torch.set_num_threads(1)

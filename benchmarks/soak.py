@@ -3,7 +3,8 @@
 
 It starts scripts/train_clip.py and samples that process: resident memory, open files, steps done. Flat means, after the
 first tenth: memory grows by less than --memory-slope per 1,000 steps (a least-squares line, its 95 % interval printed),
-open files end as they began, and the last third's steps take less than --slower times the first third's. Prints the
+open files end as they began, and the last third's steps take less than --slower times the processor time of the first
+third's (the wall time, which other work on the machine moves, is printed beside it). Prints the
 three figures; exit code 1 where one is not flat.
 
   python benchmarks/soak.py                    20,000 steps, a checkpoint every 200: about five minutes on 2 CPU cores
@@ -30,7 +31,7 @@ MODEL = {
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
     "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1},
 }
-Sample = tuple[float, int, float, int]  # seconds, steps done, MB resident, open files
+Sample = tuple[float, float, int, float, int]  # wall and processor seconds, steps done, MB resident, open files
 
 
 def main() -> None:
@@ -72,12 +73,13 @@ def watch(arguments: argparse.Namespace, scratch: Path) -> tuple[list[Sample], i
             step = last_step(metrics)
             try:
                 status = Path(f"/proc/{process.pid}/status").read_text()
+                used = sum(int(t) for t in Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[1].split()[11:13])
                 files = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
             except OSError:  # it has just ended
                 break
             if "VmRSS:" in status and 0 < step < arguments.steps:
                 memory = int(status.split("VmRSS:")[1].split()[0]) / 1024
-                samples.append((time.monotonic() - started, step, memory, files))
+                samples.append((time.monotonic() - started, used / os.sysconf("SC_CLK_TCK"), step, memory, files))
     finally:
         if process.poll() is None:
             process.terminate()
@@ -96,10 +98,10 @@ def last_step(metrics: Path) -> int:
 
 def report(samples: list[Sample], arguments: argparse.Namespace) -> bool:
     """Print the three figures; whether all are flat."""
-    kept = [s for s in samples if s[1] > arguments.steps / 10]
+    kept = [s for s in samples if s[2] > arguments.steps / 10]
     if len(kept) < 12:
         sys.exit(f"only {len(kept)} samples: too short a run to tell, raise --steps")
-    seconds, steps, memory, files = zip(*kept, strict=True)
+    wall, used, steps, memory, files = zip(*kept, strict=True)
     line = stats.linregress([s / 1000 for s in steps], memory)
     half = float(stats.t.ppf(0.975, len(kept) - 2) * line.stderr)
     slope_flat = line.slope <= arguments.memory_slope
@@ -111,13 +113,19 @@ def report(samples: list[Sample], arguments: argparse.Namespace) -> bool:
     early, late = statistics.median(files[:third]), statistics.median(files[-third:])
     files_flat = late <= early
     print(f"open files: median {early:g} in the first third, {late:g} in the last: {flat(files_flat)}")
-    first, last = (
-        1000 * (seconds[b] - seconds[a]) / (steps[b] - steps[a]) for a, b in ((0, third), (len(kept) - 1 - third, -1))
-    )
+
+    def per_step(seconds: tuple[float, ...]) -> tuple[float, float]:
+        """ms in the first and in the last third."""
+        first, last = ((0, third), (len(kept) - 1 - third, len(kept) - 1))
+        a, b = (1000 * (seconds[e] - seconds[s]) / (steps[e] - steps[s]) for s, e in (first, last))
+        return a, b
+
+    (first, last), (wall_first, wall_last) = per_step(used), per_step(wall)
     time_flat = last <= arguments.slower * first
     print(
-        f"step time, saving and validation included: {first:.2f} ms in the first third, {last:.2f} ms in the last, "
-        f"ratio {last / first:.2f}: {flat(time_flat)}"
+        f"step time, saving and validation included: {first:.2f} ms of processor time in the first third, "
+        f"{last:.2f} ms in the last, ratio {last / first:.2f}: {flat(time_flat)} "
+        f"(wall {wall_first:.2f} ms, {wall_last:.2f} ms)"
     )
     return slope_flat and files_flat and time_flat
 

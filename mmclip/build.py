@@ -35,7 +35,9 @@ class Tokenizer:
         self.stock = stock
         self.longest = max(1000, 32 * stock.context_length)
 
-    def __call__(self, captions: list[str]) -> Tensor:
+    def __call__(self, captions: str | list[str]) -> Tensor:
+        """[B, context_length] token ids."""
+        captions = [captions] if isinstance(captions, str) else captions
         tokens: Tensor = self.stock([c if len(c) <= self.longest else self._cut(c) for c in captions])
         return tokens
 
@@ -65,8 +67,9 @@ class Model:
         cfg = PreprocessCfg(**self.preprocess_cfg)
         if not train or (aug_cfg and aug_cfg.get("none")):
             return image_transform_v2(cfg, is_train=False)
+        given = {k: v for k, v in (aug_cfg or {}).items() if k != "none"}
         try:
-            transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**(aug_cfg or {})))
+            transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**given))
             transform(Image.new("RGB", (64, 64)))
         except Exception as error:  # whatever torchvision and timm raise for numbers that they cannot use
             raise UsageError(f"--aug-cfg {one_line(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
@@ -161,8 +164,8 @@ def _try_out(model: Model, name: str) -> None:
         raise UsageError(f"{name}: cannot be run: {_why(error)}") from None
     finally:
         model.towers.train(training)
-    if not (image.isfinite().all() and text.isfinite().all()):
-        raise UsageError(f"{name}: features that are not finite: its weights or its preprocessing are damaged")
+    if not (image.norm().isfinite() and text.norm().isfinite()):  # a length is what all scores are made of
+        raise UsageError(f"{name}: features whose length is not finite: its weights or its preprocessing are damaged")
 
 
 def _why(error: Exception, limit: int = 300) -> str:

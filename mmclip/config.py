@@ -205,6 +205,7 @@ class TrainSettings:
             (above_zero, "a number above 0", lambda v: v > 0),
             (not_negative, "a number of at least 0", lambda v: v >= 0),
             (("beta1", "beta2"), "a number from 0 to below 1", lambda v: 0 <= v < 1),
+            (("workers",), "a whole number of at most 256", lambda v: v <= 256),
             (("gamma_init",), "a number between 0 and 1, both excluded", lambda v: 0 < v < 1),
             (("i2t_weight",), "a number from 0 to 1", lambda v: 0 <= v <= 1),
         ):
@@ -258,7 +259,9 @@ def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
         try:
             numbers = tuple(float(v) for v in text.split(","))
         except ValueError:
-            raise UsageError(f"--aug-cfg {one_line(pair)}: numbers expected after '='") from None
+            numbers = (math.nan,)
+        if not all(math.isfinite(n) for n in numbers):
+            raise UsageError(f"--aug-cfg {one_line(pair)}: numbers expected after '='")
         parsed[key] = numbers if len(numbers) > 1 else int(numbers[0]) if key == "re_count" else numbers[0]
     return parsed
 

@@ -37,7 +37,14 @@ def start(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"--device {one_line(device)}: unknown; valid: auto, cpu, cuda, cuda:N") from None
+        raise UsageError(
+            f"--device {one_line(device)}: unknown; valid: auto, cpu, cuda, cuda:N, mps on a Mac"
+        ) from None
+    usable = {"cpu": True, "cuda": True, "mps": torch.backends.mps.is_available()}
+    if not usable.get(chosen.type, False):
+        raise UsageError(
+            f"--device {one_line(device)}: not usable here; valid: auto, cpu, cuda, cuda:N, mps (on a Mac)"
+        )
     if chosen.type == "cuda":
         if chosen.index is not None and chosen.index >= torch.cuda.device_count():
             raise UsageError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmclip.build import Model
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import ImageTextData
-from mmclip.loader import iterate_images, iterate_texts
+from mmclip.reading import iterate_images, iterate_texts
 from mmclip.runlog import progress_bar
 
 Encode = Callable[[Tensor], Tensor]  # a batch on the device -> [B, W]

@@ -15,18 +15,21 @@ from mmclip.datasets import open_evaluation
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.evaluation import Results, load_results, save_results
-from mmclip.finish import evaluate_source, load_runs
+from mmclip.evaluation import Results, save_results
+from mmclip.finish import evaluate_source
 from mmclip.image_text import ImageTextData
+from mmclip.runs import load_run, load_runs, told_of
 from mmclip.tables import print_comparison, print_run
 
 
 def evaluate_model(settings: EvaluateSettings) -> None:
     """Everything that evaluate.py does. Errors: UsageError, one line."""
+    if settings.plot is not None and not Path(settings.plot).name:
+        raise UsageError(f"--plot {settings.plot!r}: the name of a picture is expected")
     runs: dict[str, Results] = {}
     others = load_runs(settings.compare or [])
-    control = load_results(settings.control) if settings.control else None
-    baseline = load_results(settings.baseline) if settings.baseline else None
+    control = load_run(settings.control) if settings.control else None
+    baseline = load_run(settings.baseline) if settings.baseline else None
     if settings.model is not None:
         name, results = _evaluate(settings)
         runs[name] = results
@@ -46,7 +49,7 @@ def evaluate_model(settings: EvaluateSettings) -> None:
         from mmclip.plots import plot_tradeoff
 
         plot_tradeoff(runs, Path(settings.plot))
-        print(f"picture: {settings.plot}")
+        print(f"picture: {one_line(settings.plot)}")
 
 
 def _verdicts(run: Results, control: Results, baseline: Results | None) -> list[dict[str, Any]]:
@@ -55,7 +58,8 @@ def _verdicts(run: Results, control: Results, baseline: Results | None) -> list[
     mine, controls = run.json["trained_with"], control.json["trained_with"]
     if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0):
         return []
-    return [verdict(run, control, baseline, pool) for pool in run.pools]
+    with told_of("--control and the runs that have its loss"):
+        return [verdict(run, control, baseline, pool) for pool in run.pools]
 
 
 def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
@@ -64,7 +68,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     device = distributed.start(settings.device)
     data, distractors = open_evaluation(settings)
     print(
-        f"evaluating on {len(data):,} images of {one_line(data.path)} [{data.split}]"
+        f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]"
         + (f" and {len(distractors):,} distractors" if distractors else ""),
         file=sys.stderr,
     )
@@ -81,7 +85,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     name = folder.name if folder else settings.model
     results = evaluate_source(source, model, runner, native, settings.model, about, settings.seed)
     print_run(results, name, groups=True)
-    print(f"results: {save_results(results, where)}")
+    print(f"results: {one_line(save_results(results, where))}")
     return name, results
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -262,14 +261,14 @@ def load_results(path: str | Path) -> Results:
         missing = [
             k for k in ("retrieval", "magnitude", "data", "trained_with") if not isinstance(content.get(k), dict)
         ]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{one_line(document)} is not a results.json: {one_line(error)}") from None
     if missing:
         raise UsageError(f"{one_line(document)} is not a results.json: it has no {', '.join(missing)}")
     try:
-        with np.load(arrays, allow_pickle=False) as file:
+        with arrays.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             per_query = {name: file[name] for name in file.files}
-    except (ValueError, OSError, BadZipFile) as error:
+    except Exception as error:  # damaged content makes numpy, zipfile and zlib raise nearly anything
         kind = "" if isinstance(error, ValueError) else f": {one_line(error)}"  # numpy's advice there is to unpickle it
         raise UsageError(f"{one_line(arrays)} is not an array file that can be read safely{kind}") from None
     return Results(content, per_query)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from mmclip import checkpoints, facts
 from mmclip.build import Model
 from mmclip.embeddings import Runner
-from mmclip.errors import UsageError
+from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.evaluation import Results, evaluate, load_results, save_results
+from mmclip.evaluation import Results, evaluate, save_results
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents
 from mmclip.skipped import told
 from mmclip.tables import print_comparison, print_run
 from mmclip.training import Trainer
 
 
-def finish(trainer: Trainer) -> Results | None:
-    """Write ``model/``, evaluate, write results.json and per_query.npz, print the table (rank 0 only)."""
+def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
+    """Write ``model/``, evaluate, write results.json and per_query.npz, print the tables, ``others`` (finished runs by
+    name) beside this one's. Rank 0 only."""
     settings, loss = trainer.settings, trainer.loss
     trained = facts.trained_with(loss, settings.loss)
     about = {
@@ -38,7 +38,7 @@ def finish(trainer: Trainer) -> Results | None:
     checkpoints.export_model(trainer.folder / "model", trainer.model, log_alpha, about)
     if trainer.skipped.why:
         print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
-    print(f"model: {trainer.folder / 'model'}", file=sys.stderr)
+    print(f"model: {one_line(trainer.folder / 'model')}", file=sys.stderr)
     if trainer.val_source is None:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
         return None
@@ -64,9 +64,9 @@ def finish(trainer: Trainer) -> Results | None:
     save_results(results, trainer.folder)
     name = trainer.folder.name
     print_run(results, name)
-    if settings.compare:
-        print_comparison({name: results, **load_runs(settings.compare)})
-    print(f"results: {trainer.folder / 'results.json'}")
+    if others:
+        print_comparison({name: results, **others})
+    print(f"results: {one_line(trainer.folder / 'results.json')}")
     if settings.strict and trainer.told:
         raise UsageError(f"alarm (--strict): {trainer.told[0].text}")
     return results
@@ -92,9 +92,3 @@ def evaluate_source(
         **about,
     }
     return evaluate(data, native, known, seed=seed)
-
-
-def load_runs(paths: list[str]) -> dict[str, Results]:
-    """Finished runs by a short name: the folder's, or the whole path where two folders are called alike."""
-    names = [Path(p).name for p in paths]
-    return {n if names.count(n) == 1 else p: load_results(p) for n, p in zip(names, paths, strict=True)}

@@ -1,4 +1,4 @@
-"""Batches: for training (every image once an epoch, one caption of each), and in row order for encoding.
+"""Batches for training: every image once an epoch, one caption of each.
 
 All that is random is a function of (seed, epoch, row): neither the number of workers nor the rank that reads a sample
 changes it, and a run can start in the middle of an epoch.
@@ -6,23 +6,17 @@ changes it, and a run can start in the middle of an epoch.
 
 from __future__ import annotations
 
-import random
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import BadSample, ImageTextData
-
-Transform = Callable[[Any], Tensor]
-Tokenize = Callable[[list[str]], Tensor]
+from mmclip.reading import Blank, Tokenize, Transform, leave_interrupts, read_all, read_images
 
 
 @dataclass
@@ -144,7 +138,7 @@ class TrainBatches:
             worker_init_fn=leave_interrupts,
             generator=torch.Generator(),
         )
-        yield from loader
+        yield from read_all(loader)
 
 
 class _TrainDataset(Dataset[Batch]):
@@ -169,7 +163,7 @@ class _TrainDataset(Dataset[Batch]):
         if o.tokenize is not None:
             tokens = o.tokenize(captions) if captions else o.tokenize([""])[:0]
         if o.transform is not None and images is None:
-            _, blank, _ = read_images(_Blank(), [0], o.transform, [np.random.SeedSequence(0)])
+            _, blank, _ = read_images(Blank(), [0], o.transform, [np.random.SeedSequence(0)])
             images = blank[:0] if blank is not None else None
         return Batch(
             images,
@@ -180,20 +174,6 @@ class _TrainDataset(Dataset[Batch]):
             [o.data.keys[r] for r in rows],
             bad,
         )
-
-
-class _Blank:
-    """Stands in for data where a batch is empty: its one picture shows what shape a transform gives."""
-
-    def read_image(self, row: int) -> Image.Image:
-        return Image.new("RGB", (64, 64))
-
-
-def leave_interrupts(worker: int) -> None:
-    """Ctrl-C, and a SIGTERM to the whole group, are the main process's to answer: it may want to save first, and an
-    orderly end is told to its workers by other means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:
@@ -211,72 +191,3 @@ def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
     """A number for each caption of the flattened list, equal for equal strings: [M]."""
     known: dict[str, int] = {}
     return torch.tensor([known.setdefault(c, len(known)) for image in captions for c in image], dtype=torch.long)
-
-
-def read_images(
-    data: ImageTextData | _Blank,
-    rows: Sequence[int],
-    transform: Transform,
-    seeds: Sequence[np.random.SeedSequence] | None = None,
-) -> tuple[list[int], Tensor | None, list[BadSample]]:
-    """(rows that could be read, their pictures [B, 3, H, W] or None for no row, the bad ones).
-
-    With ``seeds`` each transform runs under its own random state, and the caller's states are left as they were.
-    """
-    good: list[int] = []
-    images: list[Tensor] = []
-    bad: list[BadSample] = []
-    states = random.getstate(), torch.get_rng_state(), np.random.get_state()
-    try:
-        for i, row in enumerate(rows):
-            try:
-                picture = data.read_image(row)
-            except BadSample as error:
-                bad.append(error)
-                continue
-            if seeds is not None:
-                a, b, c = (int(x) for x in seeds[i].generate_state(3))
-                random.seed(a)
-                torch.default_generator.manual_seed(b)  # the CPU's only: seeding CUDA here would disturb dropout
-                np.random.seed(c)  # some augmentations draw from it
-            images.append(transform(picture))
-            good.append(row)
-    finally:
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
-        np.random.set_state(states[2])
-    return good, torch.stack(images) if images else None, bad
-
-
-class _RowDataset(Dataset[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]):
-    def __init__(self, data: ImageTextData, batches: list[list[int]], transform: Transform) -> None:
-        self.data, self.batches, self.transform = data, batches, transform
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]:
-        rows, images, bad = read_images(self.data, self.batches[i], self.transform)
-        lost = [r for r in self.batches[i] if r not in set(rows)]
-        return torch.tensor(rows, dtype=torch.long), images, list(zip(lost, bad, strict=True))
-
-
-def iterate_images(
-    data: ImageTextData, transform: Transform, batch_size: int, workers: int = 0, rows: range | None = None
-) -> Iterator[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]:
-    """Images in row order, each once: (rows [B], pictures [B, 3, H, W] or None where B = 0, [(row, BadSample)])."""
-    rows = range(len(data)) if rows is None else rows
-    batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
-    yield from DataLoader(
-        _RowDataset(data, batches, transform),
-        batch_size=None,
-        num_workers=workers,
-        worker_init_fn=leave_interrupts,
-        generator=torch.Generator(),
-    )
-
-
-def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) -> Iterator[Tensor]:
-    """Token ids of captions in order, [B, L] a batch."""
-    for start in range(0, len(captions), batch_size):
-        yield tokenize(list(captions[start : start + batch_size]))

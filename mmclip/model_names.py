@@ -17,8 +17,8 @@ MAX_JSON_BYTES = 1_000_000  # a model config has a kilobyte
 # The largest value of each number that sizes a tower, far above any CLIP's: more is a slip, or an attack.
 MAX_SIZES = {
     "embed_dim": 65_536,
-    "image_size": 16_384,
-    "patch_size": 16_384,
+    "image_size": 4_096,
+    "patch_size": 4_096,
     "width": 65_536,
     "head_width": 65_536,
     "heads": 4_096,
@@ -64,6 +64,8 @@ def read_model_config(model: str) -> dict[str, Any] | None:
         path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
         if not path.is_file():
             raise UsageError(f"--model {one_line(model)}: {path} does not exist")
+    elif model.startswith("hf-hub:"):
+        raise UsageError(f"--model {one_line(model)}: download the repository and name its folder, local-dir:FOLDER")
     elif model.endswith(".json"):
         path = find_model_config(model)
     else:

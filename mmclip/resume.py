@@ -121,4 +121,5 @@ def _alike(a: Any, b: Any) -> bool:
         and a.shape == b.shape
         and a.is_floating_point() == b.is_floating_point()
         and b.layout == torch.strided
+        and b.device.type == "cpu"  # a file may name any device, such as one without storage
     )

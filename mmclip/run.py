@@ -19,7 +19,9 @@ from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
 from mmclip.files import remove_partials, write_text_atomically
 from mmclip.finish import finish
+from mmclip.image_text import ImageTextData
 from mmclip.loader import steps_per_epoch
+from mmclip.runs import load_runs
 from mmclip.skipped import Skipped, told
 from mmclip.sources import Source
 from mmclip.step import seed_of
@@ -58,6 +60,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     rank, ranks = distributed.world()
     if checkpoint:
         resume.check(state, checkpoint, settings.to_dict(), ranks)
+    others = load_runs(settings.compare or [])  # a run that cannot be compared is told now, not after the training
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
     Skipped(settings.max_bad_samples).add(data.skipped)
@@ -97,12 +100,12 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         if rank == 0:
             print(
                 f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.total_steps}, saved: "
-                f"continue with --name {folder.name} --resume latest",
+                f"continue with --name {one_line(folder.name)} --resume latest",
                 file=sys.stderr,
             )
         raise SystemExit(128 + signum)
     if rank == 0:
-        finish(trainer)
+        finish(trainer, others)
     distributed.barrier()
     return folder
 
@@ -119,12 +122,9 @@ def _introduce(trainer: Trainer) -> None:
     settings, data = trainer.settings, trainer.source.data
     trained = sum(p.numel() for p in trainer.towers.parameters() if p.requires_grad)
     val = trainer.val_source.main.data if trainer.val_source else None
-    print(f"{settings.loss} loss, {settings.norm} normalization -> {trainer.folder}", file=sys.stderr)
-    print(
-        f"{len(data):,} images of {one_line(data.path)} [{data.split}], {trainer.batches.left_out} left out an epoch; "
-        + (f"evaluation on {len(val):,} of {one_line(val.path)} [{val.split}]" if val else "no evaluation data"),
-        file=sys.stderr,
-    )
+    print(f"{settings.loss} loss, {settings.norm} normalization -> {one_line(trainer.folder)}", file=sys.stderr)
+    evaluated = f"evaluation on {_named(val)}" if val else "no evaluation data"
+    print(f"{_named(data)}, {trainer.batches.left_out} left out an epoch; {evaluated}", file=sys.stderr)
     if trainer.skipped.why:
         print(told(trainer.skipped.why), file=sys.stderr)
     if trainer.step:
@@ -132,8 +132,12 @@ def _introduce(trainer: Trainer) -> None:
     elif settings.resume:
         print("no checkpoint yet: starting from the first step", file=sys.stderr)
     print(
-        f"{settings.model}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
+        f"{one_line(settings.model)}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
         f"{trainer.batches.joint} on {trainer.device}",
         file=sys.stderr,
         flush=True,
     )
+
+
+def _named(data: ImageTextData) -> str:
+    return f"{len(data):,} images of {one_line(data.path)} [{one_line(data.split)}]"

@@ -24,9 +24,9 @@ from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.facts import main_direction
 from mmclip.loader import Batch
-from mmclip.losses import ContrastiveLoss, LossOutput
+from mmclip.losses import ContrastiveLoss, LossOutput, clip_loss
 from mmclip.optimization import build_optimizer, learning_rate_factor, set_learning_rate
-from mmclip.similarity import Direction, at_least_float32, magnitude
+from mmclip.similarity import SCALE_INIT, Direction, at_least_float32, magnitude
 from mmclip.sources import Source
 
 
@@ -80,7 +80,8 @@ class Stepper:
         distributed.average_([p.grad for p in self.loss.parameters() if p.grad is not None])
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        if not math.isfinite(float(out.loss.detach() + norm)):  # one question to the device, not two
+        lengths = sum(magnitude(rows.detach()).sum() for rows in sides.values())  # cosine's loss would not show them
+        if not math.isfinite(float(out.loss.detach() + norm + lengths)):  # one question to the device, not three
             facts = self._not_finite(batch, sides, out, step)
             for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)
@@ -176,7 +177,7 @@ class Stepper:
         features are not finite, and the parameters whose gradient is not."""
         keys = [k for part in distributed.gather_objects(batch.keys) for k in part]
         named = [*self.towers.named_parameters(), *self.loss.named_parameters()]
-        lost = torch.stack([~rows.isfinite().all(dim=1) for rows in sides.values()]).any(dim=0).tolist()
+        lost = torch.stack([~magnitude(rows).isfinite() for rows in sides.values()]).any(dim=0).tolist()
         return {
             "step": step + 1,
             "loss": str(float(out.loss.detach())),
@@ -185,6 +186,20 @@ class Stepper:
             "gradients_not_finite": [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()],
             "keys": keys,
         }
+
+
+def build_loss(settings: TrainSettings, model: Model) -> ContrastiveLoss:
+    """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
+    scale = settings.logit_scale_init or model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
+    return clip_loss(
+        settings.loss,
+        settings.norm,
+        settings.i2t_weight,
+        settings.positives,
+        min(scale, settings.logit_scale_max),
+        settings.logit_scale_max,
+        settings.gamma_init,
+    )
 
 
 def seed_of(*numbers: int) -> int:

@@ -143,7 +143,9 @@ def groups_table(
         _column(table, "", "Spearman")
     _row(table, ["", " n", *(str(row["n"]) for row in groups)])
     for name, section in sections.items():
-        rows = section[by][attribute]
+        rows = section[by].get(attribute) or []
+        if [row["group"] for row in rows] != [row["group"] for row in groups]:
+            continue  # a run that was evaluated without the attribute, or with other groups of it
         found = section["spearman"].get(attribute)
         follows = [f"{found['value']:+.2f}" if found else NONE] if ordered else []
         if not of_queries:
@@ -197,8 +199,7 @@ def print_comparison(
     Errors: UsageError where the runs were not evaluated on the same data.
     """
     console = console or make_console()
-    first = next(iter(runs.values()))
-    for pool in first.pools:
+    for pool in _shared_pools(runs):
         console.print(runs_table(runs, pool))
     console.print(Text("± half of the 95% interval; ~ within noise: the paired interval of the difference holds 0\n"))
     _print_lengths(runs, console, groups=True)
@@ -218,7 +219,7 @@ def print_verdict(verdict: Json, console: Console | None = None) -> None:
 def _print_lengths(runs: Mapping[str, Results], console: Console, groups: bool) -> None:
     console.print(Text(_LEGEND, style="dim"))
     first = next(iter(runs.values()))
-    for pool in first.pools:
+    for pool in _shared_pools(runs):
         console.print(lengths_table(runs, pool))
         said = notes(runs, pool)
         for note in said:
@@ -230,6 +231,11 @@ def _print_lengths(runs: Mapping[str, Results], console: Console, groups: bool) 
             console.print(groups_table(runs, side, attribute) or "")
         for attribute in section["by_query"]:
             console.print(groups_table(runs, side, attribute, of_queries=True) or "")
+
+
+def _shared_pools(runs: Mapping[str, Results]) -> list[str]:
+    first, *others = runs.values()
+    return [pool for pool in first.pools if all(pool in run.pools for run in others)]
 
 
 def _table(first: str) -> Table:

@@ -13,25 +13,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmclip import checkpoints, distributed, resume
+import torch
+
+from mmclip import checkpoints, distributed, failures, resume
 from mmclip.alarms import Alarm, Alarms
 from mmclip.build import Model
 from mmclip.config import TrainSettings
 from mmclip.embeddings import Runner
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError
 from mmclip.eval_source import EvalSource
 from mmclip.files import write_text_atomically
 from mmclip.interrupts import Cut, Interrupts
 from mmclip.loader import Batch
-from mmclip.losses import ContrastiveLoss, clip_loss
 from mmclip.optimization import warmup_steps
+from mmclip.reading import ReaderDied
 from mmclip.runlog import RunLog
-from mmclip.similarity import SCALE_INIT
 from mmclip.skipped import Skipped
 from mmclip.sources import Source
-from mmclip.step import NotFinite, Stepper
+from mmclip.step import NotFinite, Stepper, build_loss
 
 ALARM = 1000  # why a run stops, where it is no signal's number: an alarm under --strict
+PATIENCE = 100  # steps without a picture after which the data are taken for lost
 
 
 class Trainer:
@@ -61,6 +63,7 @@ class Trainer:
         self.step = 0
         self.saved = -1  # the step of the newest checkpoint
         self.taken = 0  # steps that had pictures to learn from
+        self.passed_over = 0  # steps in a row that had none
         self.skipped = Skipped(settings.max_bad_samples)
         self.skipped.why |= source.skipped
         self.skipped.check()
@@ -104,14 +107,16 @@ class Trainer:
             with Interrupts() as interrupts:
                 why = self._steps(log, interrupts)
             self.save(log)
+        except ReaderDied as error:
+            self._keep()
+            raise UsageError(f"step {self.step + 1}: {error}; what was trained is kept for --resume latest") from None
         finally:
             log.close()
         if why == ALARM:
             first = self.told[0].text if self.told else "another process tells it"
             raise UsageError(f"step {self.step}: alarm (--strict): {first}")
         if why == 0 and self.taken == 0:
-            first = next(iter(f"{k} in {why}" for k, why in self.skipped.why.items()), "on another rank")
-            raise UsageError(f"no picture could be read in {self.step} steps; first: {one_line(first)}")
+            raise failures.no_pictures(self.step, self.step, self.skipped.why)
         return why
 
     def _steps(self, log: RunLog, interrupts: Interrupts) -> int:
@@ -129,7 +134,7 @@ class Trainer:
             first, self.step = self.step == 0, self.step + 1
             due = first or self.step % settings.log_every_n_steps == 0 or self.step == self.total_steps
             # where no picture of a rank could be read all ranks pass the step over: towers take no empty batch
-            line = {"passed_over": True} if empty else self._take(batch, due)
+            line = self._pass_over() if empty else self._take(batch, due)
             seen += len(batch.image_id) * self.ranks
             if "loss" in line:
                 elapsed = time.perf_counter() - since
@@ -149,7 +154,7 @@ class Trainer:
             if self.val_source is not None and self.step % val_steps == 0 and self.step < self.total_steps:
                 self.validate(line, log, interrupts)
             log.write(self.step, line)
-            if self.step % save_steps == 0 and self.step < self.total_steps:
+            if self.step % save_steps == 0 and self.step < self.total_steps and not self.passed_over:
                 self.save(log)
             since += time.perf_counter() - paused  # validation and saving are not training speed
         return distributed.largest([self._stop(interrupts)], self.device)[0]
@@ -169,6 +174,15 @@ class Trainer:
             if self.step != (epoch + 1) * per_epoch and self.step < self.total_steps:
                 raise UsageError(f"epoch {epoch + 1} ended after {self.step - epoch * per_epoch} of {per_epoch} steps")
 
+    def _pass_over(self) -> dict[str, Any]:
+        """A step without a picture. Errors: UsageError after many in a row: the data are gone."""
+        self.passed_over += 1
+        if self.passed_over >= PATIENCE:
+            last, self.step = self.step, self.step - self.passed_over  # those steps changed nothing
+            self._keep()
+            raise failures.no_pictures(PATIENCE, last, self.skipped.why)
+        return {"passed_over": True}
+
     def _take(self, batch: Batch, log: bool) -> dict[str, Any]:
         """The step that ``self.step`` already counts. Errors: UsageError where its loss or gradient is not finite."""
         self.towers.train()
@@ -177,25 +191,18 @@ class Trainer:
             numbers = self.stepper.take(batch, self.step - 1, self.warmup, self.total_steps, log)
         except NotFinite as error:
             self.step -= 1  # not taken: the state is that of the step before
-            raise UsageError(self._explain(error.facts)) from None
+            known, kept = self.folder / f"not_finite_step_{error.facts['step']}.json", False
+            if self.rank == 0:
+                write_text_atomically(known, json.dumps(error.facts, indent=1))
+            if not error.facts["parameters_not_finite"]:
+                self._keep()
+                kept = True
+            raise failures.not_finite(error.facts, known, kept) from None
+        except torch.OutOfMemoryError as error:
+            raise failures.out_of_memory(self.step, self.settings.batch_size, error) from None
         self.taken += 1
+        self.passed_over = 0
         return numbers
-
-    def _explain(self, facts: dict[str, Any]) -> str:
-        """Keep the last good state and what is known of the step; say it in a line."""
-        known, kept = self.folder / f"not_finite_step_{facts['step']}.json", ""
-        if not facts["parameters_not_finite"]:
-            kept = "; the state before it is kept as a checkpoint"
-        if self.rank == 0:
-            write_text_atomically(known, json.dumps(facts, indent=1))
-            if kept:
-                checkpoints.save_checkpoint(self._checkpoints, self.step, self.state(), self.settings.keep_checkpoints)
-        keys = facts["keys_with_non_finite_features"] or facts["keys"]
-        return (
-            f"step {facts['step']}: the loss is {facts['loss']}, and {len(facts['gradients_not_finite'])} gradients "
-            f"are not finite; samples: {', '.join(one_line(k, 40) for k in keys[:4])}{' …' if len(keys) > 4 else ''} "
-            f"(all {len(facts['keys'])} in {known}){kept}. Try a lower --lr, --grad-clip-norm 1, or --precision fp32"
-        )
 
     # --- what the processes must agree on --------------------------------------------------------------------------
 
@@ -241,10 +248,6 @@ class Trainer:
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
     def state(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values. Locked trunks are left out: they are
         rebuilt from where they came, and known by their fingerprints."""
@@ -265,11 +268,17 @@ class Trainer:
 
     def save(self, log: RunLog) -> None:
         """A checkpoint of where the run stands, with the lines of metrics.jsonl before it safely on the disk."""
-        if self.rank == 0 and self.saved != self.step:
+        if self.saved != self.step:
             log.flush()
-            checkpoints.save_checkpoint(self._checkpoints, self.step, self.state(), self.settings.keep_checkpoints)
+            self._keep()
         self.saved = self.step
         distributed.barrier()
+
+    def _keep(self) -> None:
+        """A checkpoint, without a word to the other processes."""
+        if self.rank == 0:
+            folder = self.folder / "checkpoints"
+            checkpoints.save_checkpoint(folder, self.step, self.state(), self.settings.keep_checkpoints)
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continue from a checkpoint that ``resume.check`` has passed. Errors: UsageError where data or locked weights
@@ -280,17 +289,3 @@ class Trainer:
         self.taken = state["taken"]
         self.skipped.why = state["skipped"] | self.skipped.why
         self.alarms.raised |= set(state["alarms"])
-
-
-def build_loss(settings: TrainSettings, model: Model) -> ContrastiveLoss:
-    """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
-    scale = settings.logit_scale_init or model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
-    return clip_loss(
-        settings.loss,
-        settings.norm,
-        settings.i2t_weight,
-        settings.positives,
-        min(scale, settings.logit_scale_max),
-        settings.logit_scale_max,
-        settings.gamma_init,
-    )

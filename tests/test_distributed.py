@@ -273,8 +273,8 @@ def test_a_single_process_gathers_nothing() -> None:
     assert gather_rows(x) is x and gather_ids(x) is x
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:9", "gpu"])
-def test_cuda_where_there_is_none_is_refused(device: str) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cuda:9", "gpu", "meta"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     from mmclip.distributed import start
     from mmclip.errors import UsageError
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from torchvision import transforms
 from mmclip.data import open_data
 from mmclip.errors import UsageError
 from mmclip.image_text import ImageTextData
-from mmclip.loader import Batch, TrainBatches, iterate_images, iterate_texts, text_ids
+from mmclip.loader import Batch, TrainBatches, text_ids
 from tests.test_data import good, jpeg, write_tar
 
 TRANSFORM = transforms.Compose([transforms.RandomResizedCrop(8, scale=(0.5, 1.0)), transforms.ToTensor()])
@@ -133,12 +130,6 @@ def test_bad_pictures_are_left_out_and_named(tmp_path: Path, workers: int) -> No
     assert sorted(s.key for b in found for s in b.bad) == ["bad", "zero"]
     for batch in found:
         assert len(batch.image_id) == len(batch.keys) == (0 if batch.images is None else len(batch.images))
-    rows, bad = [], []
-    for read, images, failed in iterate_images(data, TRANSFORM, 3, workers):
-        rows += read.tolist()
-        bad += [(row, sample.key) for row, sample in failed]
-        assert images is None or len(images) == len(read)
-    assert rows == list(range(6)) and bad == [(6, "bad"), (7, "zero")]
 
 
 def test_a_batch_without_a_readable_picture_has_no_rows(tmp_path: Path) -> None:
@@ -186,18 +177,3 @@ def test_captions_are_drawn_evenly() -> None:
 def test_left_out_counts_what_no_step_takes(keep: bool, left: int) -> None:
     assert TrainBatches(in_memory(23), None, None, batch_size=5, drop_last=not keep).left_out == left
     assert TrainBatches(in_memory(9), None, None, batch_size=4, world_size=2, drop_last=not keep).left_out == 1
-
-
-def test_an_interrupt_is_left_to_the_main_process(data: ImageTextData) -> None:
-    iterator = iter(TrainBatches(data, TRANSFORM, None, batch_size=1, text=False, workers=2).batches(0))
-    next(iterator)
-    for worker in multiprocessing.active_children():
-        os.kill(worker.pid or 0, signal.SIGINT)
-    assert len(list(iterator)) == 22
-
-
-def test_rows_and_captions_come_in_order(data: ImageTextData) -> None:
-    part = [r for rows, _, _ in iterate_images(data, TRANSFORM, 4, rows=range(5, 14)) for r in rows.tolist()]
-    assert part == list(range(5, 14))
-    captions = [c for image in data.captions for c in image]
-    assert torch.equal(torch.cat(list(iterate_texts(captions, tokenize, 7))), tokenize(captions))

@@ -77,7 +77,7 @@ def test_a_faulty_model_config_is_one_line(tmp_path: Path, content: str) -> None
         ("text_cfg", "tokenizer_kwargs", {"clean": "x"}, "cannot be loaded: Invalid clean function"),
         ("preprocess_cfg", "std", [0, 0, 0], "cannot be run: std evaluated to zero"),
         ("preprocess_cfg", "mean", "red", "cannot be run"),
-        ("preprocess_cfg", "mean", [1e300] * 3, "features that are not finite"),
+        ("preprocess_cfg", "mean", [1e300] * 3, "features whose length is not finite"),
     ],
 )
 def test_sizes_and_parts_that_cannot_be_are_refused_before_they_cost(

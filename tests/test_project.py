@@ -94,7 +94,9 @@ def test_the_readmes_file_tree_is_the_tree(root: Path) -> None:
         named = path.name in tree or (path.name.startswith("scene_") and "scene_*.py" in tree)
         assert named or path.name == "__init__.py", f"{path.name} is not in the README's tree"
     for name in re.findall(r"\b(\w+\.py)\b", tree):
-        assert any((root / folder / name).exists() for folder in ("mmclip", "scripts", "benchmarks")), f"{name} is not there"
+        assert any((root / folder / name).exists() for folder in ("mmclip", "scripts", "benchmarks")), (
+            f"{name} is not there"
+        )
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)

@@ -116,6 +116,7 @@ def spoil(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         spoil("towers/clip.text_projection", torch.zeros(3)),
         spoil("towers/clip.text_projection", "no tensor"),
         spoil("towers/clip.text_projection", torch.zeros(32, 16, dtype=torch.long)),
+        spoil("towers/clip.text_projection", torch.zeros(32, 16, device="meta")),
         spoil("towers/more", torch.zeros(3)),
         lambda state: state["towers"].pop("clip.text_projection"),
         spoil("loss/similarity.gamma_hat_q", torch.zeros(2)),

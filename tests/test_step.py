@@ -189,6 +189,15 @@ def test_a_gradient_that_overflows_is_found_although_the_loss_is_finite(tiny_mod
     assert caught.value.facts["keys_with_non_finite_features"] == []
 
 
+def test_lengths_that_overflow_are_found_although_cosine_divides_them_out(tiny_model: Path) -> None:
+    s = stepper(tiny_model, torch.float32, clip_loss(), batch_size=16)
+    with torch.no_grad():
+        s.towers.clip.visual.proj.mul_(1e25)
+    with pytest.raises(NotFinite) as caught:
+        s.take(batch(torch.float32), 0, 0, 10, False)
+    assert len(caught.value.facts["keys_with_non_finite_features"]) == ROWS
+
+
 def test_the_gradients_norm_is_clipped_to_the_flag(tiny_model: Path) -> None:
     s = stepper(tiny_model, torch.float64, clip_loss(), batch_size=16, grad_clip_norm=0.01)
     numbers = s.take(batch(torch.float64), 0, 0, 10, True)

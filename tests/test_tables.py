@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 import warnings
@@ -117,3 +118,19 @@ def test_no_number_of_the_widest_table_is_cut(runs):
         assert "…" not in line.replace("\\x1b…", "")
         if line.lstrip().startswith("S@1"):
             assert line.split().count("nDCG") == 2 and line.split().count("medR") == 2
+
+
+def test_runs_that_were_evaluated_with_other_pools_or_groups_are_shown_by_what_they_share(runs):
+    other = copy.deepcopy(runs["_$control"])
+    del other.json["pools"]["full"]
+    for side in other.json["magnitude"].values():
+        side["by_document"].pop("n_objects", None)
+        side["by_document"]["n_words"] = None
+    text = printed(print_comparison, {"sym-cosine": runs["sym-cosine"], "other": other})
+    assert "pool full" not in text and "other" in text
+
+
+def test_numbers_of_a_results_file_that_are_none_cannot_control_a_terminal(runs):
+    odd = copy.deepcopy(runs["_$control"])
+    odd.json["data"]["n_images"] = odd.json["data"]["n_queries"]["i2t"] = HOSTILE
+    assert "\x1b" not in printed(print_run, odd) and "\u202e" not in printed(print_run, odd)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from PIL import Image
 
 from mmclip import load_model
 from mmclip.evaluate_run import run_folder
-from tests.tiny import run_script
+from tests.tiny import ROOT, run_script
 
 COMMON = [
     "--batch-size",
@@ -219,3 +224,60 @@ def test_towers_start_from_an_open_clip_checkpoint_file(tiny_data: Path, tiny_mo
     moved = {k: (tuned[k] - v).abs().max().item() for k, v in source.state_dict().items() if k != "logit_scale"}
     assert max(moved.values()) < 1e-3, "started from the checkpoint"
     assert moved["visual.conv1.weight"] > 0 and moved["token_embedding.weight"] > 0, "both towers trained"
+
+
+def test_a_reading_process_that_is_killed_is_told_and_loses_no_step(
+    tiny_data: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, ROOT / "scripts" / "train_clip.py", "--train-data", tiny_data, "--model", tiny_model,
+               "--logs", tmp_path, "--name", "x", *COMMON, "--workers", 1, "--epochs", 1, "--val-data", "none",
+               "--batch-size", 2, "--save-steps", 1000]  # fmt: skip
+    process = subprocess.Popen([str(c) for c in command], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    metrics, deadline = tmp_path / "x" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, "the run never got going"
+        time.sleep(0.005)
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(child), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=200)
+    if process.returncode == 0:
+        pytest.skip("the reader had read everything before it was killed")
+    last = stderr.strip().splitlines()[-1]
+    assert process.returncode == 2 and "Traceback" not in stderr
+    assert last.startswith("error: step ") and "a reading process was ended from outside" in last
+    kept = int((tmp_path / "x" / "checkpoints" / "latest").read_text()[5:13])
+    assert kept == len(metrics.read_text().splitlines()) > 0
+    resumed = run_script("train_clip.py", *command[2:], "--resume", "latest", "--workers", 0)
+    assert resumed.returncode == 0 and f"continuing after step {kept}" in resumed.stderr, resumed.stderr[-2000:]
+
+
+VANISH = """
+import os, runpy, sys
+from mmclip import training
+real = training.Trainer._take
+def take(self, batch, due):
+    if self.step == 3:
+        open(os.environ["SHARD"], "r+b").truncate(0)
+    return real(self, batch, due)
+training.Trainer._take = take
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_data_that_vanish_during_a_run_stop_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_data, tmp_path / "data")
+    command = [sys.executable, "-c", VANISH, ROOT / "scripts" / "train_clip.py", "--train-data", tmp_path / "data",
+               "--model", tiny_model, "--logs", tmp_path, "--name", "x", *COMMON, "--epochs", 100,
+               "--val-data", "none"]  # fmt: skip
+    environment = {**os.environ, "SHARD": str(tmp_path / "data" / "train" / "0.tar"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert (
+        last.startswith("error: step 103: no picture could be read in 100 steps in a row; last: ") and "0.tar" in last
+    )
+    assert (tmp_path / "x" / "checkpoints" / "step_00000003.pt").is_file()
