@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmclip.augmentation import parse_aug_cfg
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import flag, parse
 from mmclip.model_names import CONFIGS, check_model
@@ -18,6 +19,9 @@ NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
 POSITIVES = ("mask", "multi", "none")
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
 SCENES = "builtin:scenes"
+# What a run may be continued with on purpose: how it goes on, not what it is
+CHANGEABLE = ("lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2", "eps", "warmup", "grad_clip_norm", "precision",
+              "epochs", "max_steps")  # fmt: skip
 
 DATA, MODEL, LOSS, OPTIMIZATION, RUN = "data", "model", "loss and normalization", "optimization", "run"
 
@@ -170,6 +174,15 @@ class TrainSettings:
         "continue a run: a checkpoint file, or 'latest' (with --name); 'latest' starts over where a run was stopped "
         "before its first checkpoint",
     )
+    may_change: list[str] | None = flag(
+        None,
+        RUN,
+        "settings that --resume may find changed, such as lr epochs: the run goes on with the new ones, and is "
+        "then not the run that it was",
+        choices=CHANGEABLE,
+        nargs="*",
+        metavar="NAME",
+    )
     keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
     strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")
     val_steps: int | None = flag(None, RUN, "validate both directions every N steps [an epoch]", type=int, metavar="N")
@@ -225,6 +238,8 @@ class TrainSettings:
             )
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
             raise UsageError(f"--name {one_line(self.name)!r}: a plain folder name is expected, without slashes")
+        if self.may_change and not self.resume:
+            raise UsageError(f"--may-change {' '.join(self.may_change)} is for --resume")
         if self.resume == "latest" and self.name is None:
             raise UsageError("--resume latest needs --name, the run to continue")
         if self.pretrained and self.model.startswith("local-dir:"):
@@ -240,30 +255,6 @@ class TrainSettings:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """KEY=VALUE pairs for open_clip's AugmentationCfg: numbers become floats, 'a,b' a tuple.
-
-    Errors: UsageError for an unknown key or a value that is no number.
-
-    >>> parse_aug_cfg(["scale=0.9,1.0"])
-    {'scale': (0.9, 1.0)}
-    """
-    valid = ("scale", "ratio", "color_jitter", "re_prob", "re_count", "color_jitter_prob", "gray_scale_prob", "none")
-    parsed: dict[str, Any] = {}
-    for pair in pairs or ():
-        key, _, text = pair.partition("=")
-        if key not in valid:
-            raise UsageError(f"--aug-cfg {one_line(pair)}: unknown key {one_line(key)!r}; valid: {', '.join(valid)}")
-        try:
-            numbers = tuple(float(v) for v in text.split(","))
-        except ValueError:
-            numbers = (math.nan,)
-        if not all(math.isfinite(n) for n in numbers):
-            raise UsageError(f"--aug-cfg {one_line(pair)}: numbers expected after '='")
-        parsed[key] = numbers if len(numbers) > 1 else int(numbers[0]) if key == "re_count" else numbers[0]
-    return parsed
 
 
 DESCRIPTION = """Train a CLIP whose embedding length may carry relevance, and compare both retrieval directions.

@@ -18,7 +18,8 @@ def not_finite(facts: Mapping[str, Any], known: Path, kept: bool) -> UsageError:
         f"step {facts['step']}: the loss is {facts['loss']}, and {len(facts['gradients_not_finite'])} gradients "
         f"are not finite; samples: {shown} (all {len(facts['keys'])} in {known})"
         f"{'; the state before it is kept as a checkpoint' if kept else ''}. "
-        "Try a lower --lr, --grad-clip-norm 1, or --precision fp32"
+        "Try a lower --lr, --grad-clip-norm 1 or --precision fp32"
+        f"{', with --resume latest --may-change and its name' if kept else ''}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmclip.config import CHANGEABLE
 from mmclip.errors import UsageError, one_line
 from mmclip.losses import ContrastiveLoss
 from mmclip.towers import Towers
@@ -30,6 +31,7 @@ CONTENT = {
 # lie (whose fingerprint is compared), and not the weights.
 FREE_TO_CHANGE = {
     "resume",
+    "may_change",
     "logs",
     "name",
     "workers",
@@ -57,15 +59,17 @@ def check(state: dict[str, Any], path: Path, settings: Mapping[str, Any], ranks:
     odd = [k for k, kind in CONTENT.items() if not isinstance(state.get(k), kind)]
     if odd:
         raise UsageError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
-    before = state["settings"]
-    changed = [k for k in before if k not in FREE_TO_CHANGE and settings.get(k) != before[k]]
-    changed += [k for k in settings if k not in FREE_TO_CHANGE and k not in before]
+    before, free = state["settings"], FREE_TO_CHANGE | set(settings["may_change"] or ())
+    changed = [k for k in before if k not in free and settings.get(k) != before[k]]
+    changed += [k for k in settings if k not in free and k not in before]
     if changed:
         told = ", ".join(
             f"{one_line(k, 40)} was {one_line(before.get(k, 'not there'), 60)}, is {one_line(settings.get(k), 60)}"
             for k in changed
         )
-        raise UsageError(f"--resume {path}: other settings than the run's: {told}")
+        meant = [k for k in changed if k in CHANGEABLE]
+        hint = f" (meant? --may-change {' '.join(meant)})" if meant == changed else ""
+        raise UsageError(f"--resume {path}: other settings than the run's: {told}{hint}")
     if state["ranks"] != ranks:
         raise UsageError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mmclip import distributed
+from mmclip.augmentation import parse_aug_cfg
 from mmclip.build import Model
-from mmclip.config import TrainSettings, parse_aug_cfg
+from mmclip.config import TrainSettings
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.image_text import ImageTextData
 from mmclip.loader import Batch, TrainBatches

@@ -61,6 +61,8 @@ class Evil:
         (["--accum-freq", "0"], "--accum-freq 0: expected a whole number of at least 1"),
         (["--keep-checkpoints", "0"], "--keep-checkpoints 0: expected a whole number of at least 1"),
         (["--max-bad-samples", "-1"], "--max-bad-samples -1: expected a number of at least 0"),
+        (["--may-change", "lr"], "--may-change lr is for --resume"),
+        (["--may-change", "norm"], "argument --may-change: invalid choice: 'norm'"),
         (["--workers", 10_000], "--workers 10000: expected a whole number of at most 256"),
         (["--aug-cfg", "re_count=inf"], "--aug-cfg re_count=inf: numbers expected after '='"),
         (["--device", "meta"], "--device meta: not usable here"),

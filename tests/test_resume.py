@@ -13,7 +13,7 @@ import torch
 
 from mmclip import resume
 from mmclip.build import build_model
-from mmclip.config import TrainSettings
+from mmclip.config import CHANGEABLE, TrainSettings
 from mmclip.errors import UsageError
 from mmclip.losses import clip_loss
 from mmclip.optimization import build_optimizer
@@ -68,12 +68,24 @@ def test_a_good_checkpoint_restores_every_trained_tensor(parts: Parts, state: di
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainSettings)])
 def test_every_setting_is_either_free_to_change_or_named_when_it_has(name: str, state: dict[str, Any]) -> None:
     now = TrainSettings().to_dict()
-    now[name] = "another"
+    now[name] = ["lr"] if name == "may_change" else "another"
     if name in resume.FREE_TO_CHANGE:
         resume.check(state, PATH, now, 1)
     else:
         with pytest.raises(UsageError, match=f"other settings than the run's: {name} was .*, is another"):
             resume.check(state, PATH, now, 1)
+
+
+def test_what_may_change_on_purpose_is_asked_for_by_name(state: dict[str, Any]) -> None:
+    now = TrainSettings(lr=1e-6, epochs=99).to_dict()
+    with pytest.raises(UsageError, match=r"lr was 0.0005, is 1e-06 \(meant\? --may-change epochs lr\)"):
+        resume.check(state, PATH, now, 1)
+    with pytest.raises(UsageError, match="epochs was 32, is 99"):
+        resume.check(state, PATH, now | {"may_change": ["lr"]}, 1)
+    resume.check(state, PATH, now | {"may_change": ["lr", "epochs"]}, 1)
+    with pytest.raises(UsageError, match=r"norm was cosine, is dot$"):
+        resume.check(state, PATH, TrainSettings(norm="dot").to_dict(), 1)
+    assert {f.name for f in dataclasses.fields(TrainSettings)} >= set(CHANGEABLE)
 
 
 def test_names_of_settings_that_are_free_to_change_exist() -> None:

@@ -184,6 +184,14 @@ def test_resumed_run_equals_the_uninterrupted_one(run: Path, tiny_data: Path, ti
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_a_run_is_extended_and_slowed_on_purpose(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    tiny_run(tiny_data, tiny_model, tmp_path, "x", "--epochs", 2, "--val-data", "none")
+    more = ["--epochs", 3, "--lr", "1e-5", "--val-data", "none", "--resume", "latest", "--may-change", "epochs", "lr"]
+    run = tiny_run(tiny_data, tiny_model, tmp_path, "x", *more)
+    rates = [m["lr"] for m in metrics(run)]
+    assert len(rates) == 9 and rates[5] > 1e-4 and 0 < rates[6] < 1e-5
+
+
 def test_last_partial_batch_is_dropped_or_kept(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
     dropped = tiny_run(tiny_data, tiny_model, tmp_path, "drop", "--epochs", 2, "--batch-size", 40, "--val-data", "none")
     kept = tiny_run(
