@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,8 @@ def require_checkpoint_space(folder: Path, model: Model, keep: int) -> None:
         folder,
         one * max(keep + 1 - there, 1) + weights,
         max(one, weights),
-        f"the run ({keep} checkpoints of {megabytes(one)}, one more while it is written, and the model)",
-        "lower --keep-checkpoints, or choose other --logs",
+        f"the run (--keep-checkpoints {keep} of {megabytes(one)}, one more while it is written, and the model)",
+        "lower --keep-checkpoints, or choose other --logs" if keep > 1 else "choose other --logs",
     )
 
 
@@ -80,14 +82,14 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         if not path.is_file():
             raise UsageError(f"--resume {one_line(resume)}: no such file (a checkpoint's path, or 'latest')")
         return path
-    pointer = folder / LATEST
+    pointer, there = folder / LATEST, sorted(folder.glob("step_*.pt"))
     if not pointer.is_file():
-        return None
-    path = folder / Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name
+        return there[-1] if there else None
+    path = folder / (Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name or "nothing")
     if not path.is_file():
-        there = ", ".join(sorted(p.name for p in folder.glob("step_*.pt"))) or "none"
+        others = ", ".join(p.name for p in there) or "none"
         raise UsageError(
-            f"--resume latest: {pointer} names {one_line(path.name, 80)}, which is not there; there: {there}"
+            f"--resume latest: {pointer} names {one_line(path.name, 80)}, which is not there; there: {others}"
         )
     return path
 
@@ -95,9 +97,15 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: a pickle that would run code is refused. Errors: UsageError naming the file."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch writes checksums and does not read them
+        if damaged is not None:
+            raise ValueError(f"{damaged} fails its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and file errors of every kind mean the same to the user
-        raise UsageError(f"{path}: not a checkpoint that can be read safely: {one_line(error, 200)}") from None
+        others = ", ".join(sorted(p.name for p in path.parent.glob("step_*.pt") if p != path))
+        hint = f"; beside it are {others}: give --resume the path of one" if others else ""
+        raise UsageError(f"{path}: not a checkpoint that can be read safely: {one_line(error, 200)}{hint}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UsageError(f"{path}: not an mmclip training checkpoint (model weights go to --pretrained)")
     return state
@@ -128,6 +136,7 @@ def export_model(folder: Path, model: Model, log_alpha: float, facts: dict[str, 
         config = {"model_cfg": model_cfg, "preprocess_cfg": model.preprocess_cfg}
         (partial / "open_clip_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(weights, str(partial / "open_clip_model.safetensors"), metadata={"format": "pt"})
+        shutil.copymode(partial / "open_clip_config.json", partial / "open_clip_model.safetensors")  # it is made 0600
         (partial / "mmclip.json").write_text(json.dumps(facts, indent=2, allow_nan=False), encoding="utf-8")
 
     folder.parent.mkdir(parents=True, exist_ok=True)

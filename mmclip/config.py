@@ -20,8 +20,8 @@ POSITIVES = ("mask", "multi", "none")
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
 SCENES = "builtin:scenes"
 # What a run may be continued with on purpose: how it goes on, not what it is
-CHANGEABLE = ("lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2", "eps", "warmup", "grad_clip_norm", "precision",
-              "epochs", "max_steps")  # fmt: skip
+CHANGEABLE = ("batch_size", "accum_freq", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2", "eps", "warmup",
+              "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
 
 DATA, MODEL, LOSS, OPTIMIZATION, RUN = "data", "model", "loss and normalization", "optimization", "run"
 

@@ -74,6 +74,16 @@ def largest(numbers: list[int], device: torch.device) -> list[int]:
     return [int(n) for n in tensor]
 
 
+def settle(error: UsageError | None) -> None:
+    """Let all processes leave where one of them cannot go on: it raises its error, the others leave with its exit code
+    and without a word of their own."""
+    failed = gather_objects(error is not None)
+    if error is not None:
+        raise error
+    if any(failed):
+        raise SystemExit(2)
+
+
 def gather_objects(item: T) -> list[T]:
     """A plain value of every rank, in rank order."""
     if world()[1] == 1:

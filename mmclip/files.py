@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from safetensors import SafetensorError
 
@@ -47,6 +49,23 @@ def remove_partials(folder: Path) -> None:
         _remove(partial)
 
 
+def lock_folder(folder: Path) -> TextIO | None:
+    """Keep other processes from writing the same run; the lock ends with the file that is returned, or the process.
+
+    None where the file system knows no locks. Errors: UsageError where another process holds it.
+    """
+    file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UsageError(f"{folder}: another process is writing this run: wait for it, or end it first") from None
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
 def free_bytes(folder: Path) -> int:
     """Bytes that can still be written in ``folder``, or in the nearest folder above it that is there."""
     while not folder.exists() and folder != folder.parent:
@@ -68,8 +87,8 @@ def require_space(folder: Path, needed: int, largest: int, what: str, advice: st
     free = free_bytes(folder)
     if needed + MARGIN > free:
         raise UsageError(
-            f"{folder}: {what} needs {megabytes(needed)} and {megabytes(free)} are free there: "
-            f"free {megabytes(needed + MARGIN - free)}, or {advice}"
+            f"{folder}: {what} needs {megabytes(needed)}, logs and results {megabytes(MARGIN)} more, and "
+            f"{megabytes(free)} are free there: free {megabytes(needed + MARGIN - free)}, or {advice}"
         )
 
 

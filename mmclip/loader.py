@@ -60,8 +60,8 @@ def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_
     """Steps of an epoch. Errors: UsageError where a step's batch is larger than the data."""
     joint = batch_size * accum_freq * world_size
     full, rest = divmod(len(data), joint)
-    # A partial global batch with fewer samples than ranks would leave a rank without any.
-    steps = full + (not drop_last and rest >= world_size)
+    # A partial global batch with fewer samples than ranks would leave a rank without any; a single pair has no rival.
+    steps = full + (not drop_last and rest >= max(world_size, 2))
     if steps == 0:
         raise UsageError(
             f"--batch-size {batch_size}{f' x --accum-freq {accum_freq}' if accum_freq > 1 else ''} x {world_size} "

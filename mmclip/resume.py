@@ -25,7 +25,8 @@ CONTENT = {
     "settings": dict,
     "fingerprints": dict,
     "skipped": dict,
-    "alarms": list,
+    "alarms": dict,
+    "pending": dict,
 }
 # Settings that may differ between a run and its continuation: they change what is written, how fast, or where the data
 # lie (whose fingerprint is compared), and not the weights.
@@ -80,6 +81,9 @@ def check_run(state: dict[str, Any], path: Path, fingerprints: Mapping[str, str]
         if state["fingerprints"].get(what) != fingerprints.get(what):
             told = "training data are" if what == "data" else f"weights of the locked {one_line(what, 40)} are"
             raise UsageError(f"--resume {path}: the {told} not the run's")
+    texts = [*state["skipped"].items(), *state["alarms"].items()]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
+        raise UsageError(f"--resume {path}: a damaged checkpoint: skipped or alarms hold something else than texts")
     if not 0 <= state["taken"] <= state["step"] <= total_steps:
         raise UsageError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
 
@@ -91,7 +95,7 @@ def load(
     locked = towers.locked_names()
     own = {k: v for k, v in towers.state_dict().items() if k not in locked}
     _same_tensors(own, state["towers"], path, "towers")
-    _same_tensors(loss.state_dict(), state["loss"], path, "loss")
+    _same_tensors(loss.state_dict(), state["loss"], path, "loss", finite=state["taken"] > 0)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = state["optimizer"].get("state")
     if not isinstance(saved, dict) or (saved and sorted(map(str, saved)) != sorted(map(str, range(len(parameters))))):
@@ -107,7 +111,9 @@ def load(
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _same_tensors(own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Path, what: str) -> None:
+def _same_tensors(
+    own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Path, what: str, finite: bool = True
+) -> None:
     if not isinstance(saved, dict):
         raise UsageError(f"--resume {path}: a damaged checkpoint: {what}: {type(saved).__name__}, not tensors by name")
     odd = [str(k) for k in {*own, *saved} if not _alike(own.get(k), saved.get(k))]
@@ -115,6 +121,13 @@ def _same_tensors(own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Pa
         raise UsageError(
             f"--resume {path}: not a checkpoint of this model: {what}: {len(odd)} tensors missing, left over or of "
             f"another shape, such as {one_line(min(odd), 80)}"
+        )
+    broken = [k for k, v in saved.items() if finite and not v.isfinite().all()]
+    broken += [k for k in saved if k == "exp_avg_sq" and (saved[k] < 0).any()]
+    if broken:
+        raise UsageError(
+            f"--resume {path}: a damaged checkpoint: {what}: {len(broken)} tensors hold impossible numbers, such as "
+            f"{one_line(min(broken), 80)}"
         )
 
 

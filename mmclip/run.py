@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from mmclip.datasets import open_training
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.files import remove_partials, write_text_atomically
+from mmclip.files import lock_folder, remove_partials, write_text_atomically
 from mmclip.finish import finish
 from mmclip.image_text import ImageTextData
 from mmclip.loader import steps_per_epoch
@@ -32,16 +33,14 @@ def run_name(settings: TrainSettings) -> str:
     return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
 
 
-def open_folder(settings: TrainSettings) -> Path:
-    """The run's folder. Errors: UsageError where it holds a run already and this is not its continuation."""
-    folder = Path(settings.logs) / run_name(settings)
-    mine = distributed.world()[0] == 0  # other ranks may look when rank 0 has begun to write
+def check_folder(settings: TrainSettings, folder: Path) -> None:
+    """Errors: UsageError where the folder holds a run already and this is not its continuation, or holds none and this
+    is one."""
     there = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
-    if mine and settings.resume is None and there:
+    if settings.resume is None and there:
         raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
-    if mine and settings.resume == "latest" and not (folder / "config.yaml").is_file():
+    if settings.resume == "latest" and not (folder / "config.yaml").is_file():
         raise UsageError(f"--resume latest: {folder} holds no run; check --logs and --name")
-    return folder
 
 
 def train(settings: TrainSettings) -> Path:
@@ -54,10 +53,11 @@ def train(settings: TrainSettings) -> Path:
 
 
 def _train(settings: TrainSettings, device: torch.device) -> Path:
-    folder = open_folder(settings)
+    folder = Path(settings.logs) / run_name(settings)
+    rank, ranks = distributed.world()
+    _on_rank_0(lambda: check_folder(settings, folder))
     checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
     state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
-    rank, ranks = distributed.world()
     if checkpoint:
         resume.check(state, checkpoint, settings.to_dict(), ranks)
     others = load_runs(settings.compare or [])  # a run that cannot be compared is told now, not after the training
@@ -80,10 +80,16 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         if locked:
             model.towers.lock(side)
     model.towers.to(device)
-    if rank == 0:
+    lock = None
+
+    def prepare() -> None:
+        nonlocal lock
         folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder)  # held as long as this function runs
         remove_partials(folder)  # of a process that was killed
         checkpoints.require_checkpoint_space(folder, model, settings.keep_checkpoints)
+
+    _on_rank_0(prepare)
     runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
     cache_dir = Path(settings.cache_dir) if settings.cache_features else None
     source = Source.open(data, model, runner, cache_dir, "training")
@@ -141,3 +147,16 @@ def _introduce(trainer: Trainer) -> None:
 
 def _named(data: ImageTextData) -> str:
     return f"{len(data):,} images of {one_line(data.path)} [{one_line(data.split)}]"
+
+
+def _on_rank_0(check: Callable[[], None]) -> None:
+    """What one process decides for all. Errors: UsageError there, and the others leave with it."""
+    error = None
+    if distributed.world()[0] == 0:
+        try:
+            check()
+        except UsageError as raised:
+            error = raised
+        except OSError as raised:  # a folder that cannot be made
+            error = UsageError(f"{one_line(raised.filename or '')}: {one_line(raised.strerror or raised)}")
+    distributed.settle(error)

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from mmclip.errors import UsageError, one_line
 from mmclip.files import write_text_atomically
 
 METRICS = "metrics.jsonl"
@@ -75,8 +76,14 @@ class RunLog:
         if self.file is None or not values:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self.file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UsageError(
+                f"{one_line(self.file.name)}: cannot be written: {error.strerror}: free some space and continue "
+                "from the last checkpoint with --resume latest"
+            ) from None
         if self.writer:
             for name, value in clean.items():
                 if isinstance(value, int | float):

@@ -56,11 +56,8 @@ class Stepper:
         if self.settings.grad_checkpointing:
             self.towers.clip.set_grad_checkpointing()
         if self.ranks > 1:
-            # Buffers are batch statistics, which training does not read; what is saved is rank 0's either way.
             network = nn.parallel.DistributedDataParallel(
-                network,
-                device_ids=[self.runner.device] if self.runner.device.type == "cuda" else None,
-                broadcast_buffers=False,
+                network, device_ids=[self.runner.device] if self.runner.device.type == "cuda" else None
             )
         if self.settings.torchcompile:
             network = torch.compile(network)  # type: ignore[assignment]

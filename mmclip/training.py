@@ -68,7 +68,8 @@ class Trainer:
         self.skipped.why |= source.skipped
         self.skipped.check()
         self.alarms = self._alarms()
-        self.told: list[Alarm] = []  # in this process, in order
+        self.told: list[Alarm] = []
+        self.pending: dict[str, Any] = {}  # the line of a step whose validation a signal ended
         self.fingerprints = {
             "data": source.data.fingerprint(),
             **{f"{s} trunk": self.towers.trunk_fingerprint(s) for s, locked in self.towers.locked.items() if locked},
@@ -97,12 +98,8 @@ class Trainer:
         Errors: UsageError where the run cannot go on: a loss that is not finite, an alarm under --strict, no picture
         that can be read, a disk without space.
         """
-        log = RunLog(
-            self.folder if self.rank == 0 else None,
-            self.total_steps,
-            self.step,
-            self.settings.report_to == "tensorboard",
-        )
+        folder = self.folder if self.rank == 0 else None
+        log = RunLog(folder, self.total_steps, self.step, self.settings.report_to == "tensorboard")
         try:
             with Interrupts() as interrupts:
                 why = self._steps(log, interrupts)
@@ -124,6 +121,8 @@ class Trainer:
         settings, per_epoch = self.settings, self.batches.steps_per_epoch
         val_steps, save_steps = settings.val_steps or per_epoch, settings.save_steps or per_epoch
         seen, since, waited, note = 0, time.perf_counter(), 0.0, ""
+        if distributed.largest([len(self.pending)], self.device)[0]:
+            self.validate(self.pending, log, interrupts)
         for batch, wait in self._remaining_batches():
             waited += wait
             stop, news, empty = self._agreed(batch, interrupts)
@@ -153,7 +152,8 @@ class Trainer:
             paused = time.perf_counter()
             if self.val_source is not None and self.step % val_steps == 0 and self.step < self.total_steps:
                 self.validate(line, log, interrupts)
-            log.write(self.step, line)
+            else:
+                log.write(self.step, line)
             if self.step % save_steps == 0 and self.step < self.total_steps and not self.passed_over:
                 self.save(log)
             since += time.perf_counter() - paused  # validation and saving are not training speed
@@ -195,7 +195,7 @@ class Trainer:
             if self.rank == 0:
                 write_text_atomically(known, json.dumps(error.facts, indent=1))
             if not error.facts["parameters_not_finite"]:
-                self._keep()
+                self._keep(beside=1)
                 kept = True
             raise failures.not_finite(error.facts, known, kept) from None
         except torch.OutOfMemoryError as error:
@@ -229,8 +229,9 @@ class Trainer:
             log.say(f"alarm, step {self.step}: {alarm.text}")
 
     def validate(self, line: dict[str, Any], log: RunLog, interrupts: Interrupts) -> None:
-        """Both directions on the validation data, natively and by cosine, into ``line``; rank 0 works, others wait.
-        A signal ends it: what it would have told is not worth the time that there is to save."""
+        """Both directions on the validation data into ``line``, which is written; rank 0 works, others wait.
+        A signal ends it, the time is needed to save; the continuation begins with it."""
+        self.pending = {}
         try:
             with interrupts.cutting():
                 if self.rank == 0 and self.val_source is not None:
@@ -242,7 +243,9 @@ class Trainer:
                         f"{numbers['val_i2t_success@1_cosine']:.3f}  {numbers['val_t2i_success@1_cosine']:.3f}"
                     )
                     self._alarm(self.alarms.validation(numbers), line, log)
+            log.write(self.step, line)
         except Cut:
+            self.pending = {"step": self.step, **line}
             log.say(f"step {self.step}: validation ended by {signal.Signals(interrupts.signum).name}")
         distributed.barrier()
 
@@ -263,7 +266,8 @@ class Trainer:
             "fingerprints": self.fingerprints,
             "ranks": self.ranks,
             "skipped": dict(self.skipped.why),
-            "alarms": sorted(self.alarms.raised),
+            "alarms": {a.name: a.text for a in self.told},
+            "pending": self.pending,
         }
 
     def save(self, log: RunLog) -> None:
@@ -274,11 +278,12 @@ class Trainer:
         self.saved = self.step
         distributed.barrier()
 
-    def _keep(self) -> None:
-        """A checkpoint, without a word to the other processes."""
+    def _keep(self, beside: int = 0) -> None:
+        """A checkpoint, without a word to the other processes; ``beside`` more than the newest are kept: of a run that
+        went wrong the last state may not be the best."""
         if self.rank == 0:
             folder = self.folder / "checkpoints"
-            checkpoints.save_checkpoint(folder, self.step, self.state(), self.settings.keep_checkpoints)
+            checkpoints.save_checkpoint(folder, self.step, self.state(), self.settings.keep_checkpoints + beside)
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continue from a checkpoint that ``resume.check`` has passed. Errors: UsageError where data or locked weights
@@ -288,4 +293,6 @@ class Trainer:
         self.step = self.saved = state["step"]
         self.taken = state["taken"]
         self.skipped.why = state["skipped"] | self.skipped.why
+        self.told = [Alarm(name, text) for name, text in state["alarms"].items()]
         self.alarms.raised |= set(state["alarms"])
+        self.pending = state["pending"]

@@ -117,8 +117,11 @@ def test_a_run_tells_its_alarms_and_strict_ends_it(tiny_data: Path, tiny_model: 
     assert strict.returncode == 2 and "Traceback" not in strict.stderr
     assert last.startswith("error: step 12: alarm (--strict): after half of the run both gammas")
     assert (tmp_path / "strict" / "checkpoints" / "latest").read_text() == "step_00000012.pt\n", "nothing is lost"
+    again = run_script("train_clip.py", *flags, "--name", "strict", "--strict", "--resume", "latest")
+    assert again.returncode == 2 and "alarm (--strict): after half of the run" in again.stderr, "still an error"
     gone_on = run_script("train_clip.py", *flags, "--name", "strict", "--resume", "latest", "--no-strict")
     assert gone_on.returncode == 0, gone_on.stderr[-2000:]
+    assert "gamma_unmoved" in json.loads((tmp_path / "strict" / "results.json").read_text())["alarms"], "not forgotten"
 
 
 def test_a_run_that_overflows_stops_with_its_samples_and_the_state_before(

@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.checkpoints import load_checkpoint, save_checkpoint
+from mmclip.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
 from mmclip.errors import UsageError
-from mmclip.files import free_bytes, remove_partials, require_space, write_atomically, write_text_atomically
+from mmclip.files import (
+    free_bytes,
+    lock_folder,
+    remove_partials,
+    require_space,
+    write_atomically,
+    write_text_atomically,
+)
 from mmclip.resume import FORMAT
 from tests.tiny import ROOT, run_script
 
@@ -70,7 +77,7 @@ def test_partials_of_a_killed_process_go(tmp_path: Path) -> None:
 def test_space_is_asked_for_before_the_work(tmp_path: Path) -> None:
     free = free_bytes(tmp_path / "not" / "there" / "yet")
     require_space(tmp_path, free // 2, free // 2, "it", "do less")
-    with pytest.raises(UsageError, match=r"it needs .* MB and .* MB are free there: free .* MB, or do less"):
+    with pytest.raises(UsageError, match=r"it needs .* MB, logs and .* MB are free there: free .* MB, or do less"):
         require_space(tmp_path, 2 * free, 2 * free, "it", "do less")
 
 
@@ -92,6 +99,44 @@ def test_where_the_disk_is_full_the_checkpoint_before_still_loads(tmp_path: Path
     assert {p.name for p in tmp_path.iterdir()} == {"latest", "step_00000001.pt"}
     save_checkpoint(tmp_path, 2, state(2.0), keep=2)
     assert (tmp_path / "latest").read_text() == "step_00000002.pt\n"
+
+
+def test_a_damaged_checkpoint_is_told_by_its_checksum_with_what_is_beside_it(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, state(1.0), keep=2)
+    newest = tmp_path / "step_00000002.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    told = r"fails its checksum; beside it are step_00000001\.pt: give --resume the path of one"
+    with pytest.raises(UsageError, match=told):
+        load_checkpoint(newest)
+
+
+def test_latest_is_the_pointers_else_the_newest_there(tmp_path: Path) -> None:
+    assert find_checkpoint("latest", tmp_path) is None
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, state(1.0), keep=2)
+    (tmp_path / "latest").write_text("step_00000001.pt\n")
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step_00000001.pt"
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(
+        UsageError, match=r"names nothing, which is not there; there: step_00000001\.pt, step_00000002\.pt"
+    ):
+        find_checkpoint("latest", tmp_path)
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step_00000002.pt"
+
+
+def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    held = lock_folder(tmp_path)
+    with pytest.raises(UsageError, match="another process is writing this run"):
+        lock_folder(tmp_path)
+    assert held is not None
+    held.close()
+    again = lock_folder(tmp_path)
+    assert again is not None
+    again.close()
 
 
 def test_the_newest_are_kept_and_those_ahead_of_a_run_taken_back(tmp_path: Path) -> None:

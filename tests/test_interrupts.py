@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -53,6 +54,37 @@ def test_a_signal_to_the_whole_group_saves_and_leaves(flags: list[object], signu
     weights = "model/open_clip_model.safetensors"
     assert (logs / name / weights).read_bytes() == (logs / "whole" / weights).read_bytes()
     assert metrics.read_text().count("\n") == 180
+
+
+CUT = """
+import os, runpy, signal, sys
+from mmclip.eval_source import EvalSource
+real, calls = EvalSource.quick_numbers, []
+def numbers(self, *a):
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self, *a)
+EvalSource.quick_numbers = numbers
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_validation_that_is_cut_is_made_up_for_by_the_continuation(flags: list[object]) -> None:
+    logs = Path(str(flags[5]))
+    command = [sys.executable, "-c", CUT, ROOT / "scripts" / "train_clip.py", *flags, "--name", "cut"]
+    cut = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False,
+                         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert cut.returncode == 143 and "step 100: validation ended by SIGTERM" in cut.stderr, cut.stderr[-2000:]
+    resumed = run_script("train_clip.py", *flags, "--name", "cut", "--resume", "latest")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+
+    def lines(name: str) -> list[dict[str, object]]:
+        found = [json.loads(x) for x in (logs / name / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in x.items() if k not in ("samples_per_second", "data_wait")} for x in found]
+
+    assert lines("cut") == lines("whole"), "every step once, and step 100 with its validation"
 
 
 def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:

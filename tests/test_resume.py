@@ -29,6 +29,7 @@ def parts(tiny_model: Path) -> Parts:
     towers = build_model(str(tiny_model)).towers
     towers.lock("image")
     loss = clip_loss("sym", "learned")
+    loss({s: torch.randn(4, 16) for s in ("image", "text")})  # the first batch sets alpha and the running lengths
     optimizer = build_optimizer(towers, loss, TrainSettings())
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         parameter.grad = torch.ones_like(parameter)
@@ -41,7 +42,7 @@ def state(parts: Parts) -> dict[str, Any]:
     towers, loss, optimizer = parts
     locked = towers.locked_names()
     return copy.deepcopy({
-        "format": resume.FORMAT, "step": 3, "taken": 3, "ranks": 1, "skipped": {}, "alarms": [],
+        "format": resume.FORMAT, "step": 3, "taken": 3, "ranks": 1, "skipped": {}, "alarms": {}, "pending": {},
         "towers": {k: v for k, v in towers.state_dict().items() if k not in locked}, "loss": loss.state_dict(),
         "optimizer": optimizer.state_dict(), "settings": TrainSettings().to_dict(), "fingerprints": FINGERPRINTS,
     })  # fmt: skip
@@ -129,6 +130,10 @@ def spoil(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         spoil("towers/clip.text_projection", "no tensor"),
         spoil("towers/clip.text_projection", torch.zeros(32, 16, dtype=torch.long)),
         spoil("towers/clip.text_projection", torch.zeros(32, 16, device="meta")),
+        spoil("towers/clip.ln_final.bias", torch.full((32,), torch.nan)),
+        spoil("loss/similarity.gamma_hat_q", torch.tensor(torch.inf)),
+        lambda state: state["optimizer"]["state"][0]["exp_avg"].fill_(torch.nan),
+        lambda state: state["optimizer"]["state"][0]["exp_avg_sq"].sub_(1),
         spoil("towers/more", torch.zeros(3)),
         lambda state: state["towers"].pop("clip.text_projection"),
         spoil("loss/similarity.gamma_hat_q", torch.zeros(2)),
