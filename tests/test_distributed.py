@@ -38,9 +38,9 @@ class Case(NamedTuple):
     norm: str
     positives: str
 
-    def build(self, dtype: torch.dtype, **settings: float) -> ContrastiveLoss:
+    def build(self, dtype: torch.dtype) -> ContrastiveLoss:
         name, weight = LOSSES[self.loss]
-        return clip_loss(name, self.norm, weight, self.positives, **settings).to(dtype)
+        return clip_loss(name, self.norm, weight, self.positives).to(dtype)
 
 
 CASES = [Case(loss, n.value, p.value) for loss in LOSSES for n in Normalization for p in Positives]
@@ -113,7 +113,8 @@ def one_step(case: Case, dtype: torch.dtype, gather: Gather = gather_rows) -> Fo
 
 def several_steps(case: Case) -> Found:
     """Everything trained after AdamW steps on different batches, in float64, under a clamp that acts at once."""
-    network, loss = network_of(torch.float64), case.build(torch.float64, scale_max=SCALE_MAX)
+    network, loss = network_of(torch.float64), case.build(torch.float64)
+    loss.similarity.scale_max = SCALE_MAX
     named = named_parameters(network, loss)
     optimizer = torch.optim.AdamW([p for p in named.values() if p.requires_grad], lr=1e-2)
     for step in range(STEPS):
