@@ -56,8 +56,9 @@ def lock_folder(folder: Path) -> TextIO | None:
     """
     file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # a lock of the process: flock's would live on in reading processes that outlive a killed run by seconds
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         file.close()
         raise UsageError(f"{folder}: another process is writing this run: wait for it, or end it first") from None
     except OSError:

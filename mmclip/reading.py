@@ -59,10 +59,8 @@ class Blank:
 
 
 def leave_interrupts(worker: int) -> None:
-    """Ctrl-C, and a SIGTERM to the whole group, are the main process's to answer: it may want to save first, and an
-    orderly end is told to its workers by other means."""
+    """Ctrl-C is the main process's to answer, which may want to save first. SIGTERM stays: readers are ended by it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def read_images(

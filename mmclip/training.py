@@ -93,16 +93,18 @@ class Trainer:
     # --- the run --------------------------------------------------------------------------------------------------
 
     def train(self) -> int:
-        """Go on to the last step. Returns 0, or the signal's number after which the run was saved and left.
-
-        Errors: UsageError where the run cannot go on: a loss that is not finite, an alarm under --strict, no picture
-        that can be read, a disk without space.
-        """
+        """Go on to the last step. Returns 0, or the signal's number after which the run was saved and left. Errors:
+        UsageError where it cannot go on: a loss that is not finite, an alarm under --strict, no pictures, no space."""
         folder = self.folder if self.rank == 0 else None
         log = RunLog(folder, self.total_steps, self.step, self.settings.report_to == "tensorboard")
         try:
             with Interrupts() as interrupts:
-                why = self._steps(log, interrupts)
+                try:
+                    why = self._steps(log, interrupts)
+                except ReaderDied:  # by a signal to the whole group: this process answers it as the others do
+                    if not interrupts.signum:
+                        raise
+                    why = distributed.largest([self._stop(interrupts), 0, 0], self.device)[0]
             self.save(log)
         except ReaderDied as error:
             self._keep()

@@ -129,7 +129,7 @@ def test_a_run_that_overflows_stops_with_its_samples_and_the_state_before(
 ) -> None:
     done = run_script(
         "train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--name", "x",
-        "--batch-size", 32, "--workers", 0, "--norm", "dot", "--lr", "1e18", "--epochs", 8, "--device", "cpu",
+        "--batch-size", 32, "--workers", 2, "--norm", "dot", "--lr", "1e18", "--epochs", 8, "--device", "cpu",
         "--save-steps", 1,
     )  # fmt: skip
     last = done.stderr.strip().splitlines()[-1]

@@ -129,14 +129,14 @@ def test_latest_is_the_pointers_else_the_newest_there(tmp_path: Path) -> None:
 
 
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from mmclip.files import lock_folder; lock_folder(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
     held = lock_folder(tmp_path)
-    with pytest.raises(UsageError, match="another process is writing this run"):
-        lock_folder(tmp_path)
     assert held is not None
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "another process is writing this run" in other.stderr
     held.close()
-    again = lock_folder(tmp_path)
-    assert again is not None
-    again.close()
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 def test_the_newest_are_kept_and_those_ahead_of_a_run_taken_back(tmp_path: Path) -> None:
