@@ -188,15 +188,10 @@ def _lengths(
     per_query[f"{prefix}/topk_moments"] = moments
     per_query[f"{prefix}/length_level"] = np.array([level])
     how: Any = {"resamples": resamples, "seed": seed}
-    top = f"the queries' {cosine.top_ids.shape[1]} best by cosine"
-    effects = {
-        "topk": diagnostics.effect(moments, level, clusters, what=top, **how),
-        "corpus": diagnostics.corpus_effect(length, cosine.documents, pool.clusters[side], **how),
-        "pairs": diagnostics.pairs_effect(length, cosine.offsets, cosine.documents, clusters, **how),
-    }
-    section: Json = {**diagnostics.summary(length), "cohens_d": _with_reasons(effects)}
+    effects = diagnostics.length_effects(length, cosine, clusters, pool.clusters[side], **how)
+    section: Json = {**diagnostics.summary(length), "cohens_d": diagnostics.with_reasons(effects)}
     follows = {name: diagnostics.spearman(length[v >= 0], v[v >= 0]) for name, v in pool.whole[side].items()}
-    section["spearman"] = _with_reasons(follows)
+    section["spearman"] = diagnostics.with_reasons(follows)
     top_args = (cosine.top_ids, cosine.top_relevant, clusters)
     section["by_document"] = {
         name: diagnostics.by_document_group(length, group, names, *top_args, **how)
@@ -217,16 +212,6 @@ def _groups(pool: Pool, side: str) -> dict[str, tuple[Array, list[str]]]:
         place = {v: i for i, v in enumerate(names)}
         groups[name] = np.array([place.get(v, -1) for v in values]), names
     return groups
-
-
-def _with_reasons(effects: Mapping[str, diagnostics.Effect]) -> Json:
-    """{name: value}; where the value is None, {name: None, name_reason: why}."""
-    section: Json = {}
-    for name, (value, reason) in effects.items():
-        section[name] = value
-        if reason is not None:
-            section[f"{name}_reason"] = reason
-    return section
 
 
 def save_results(results: Results, folder: str | Path) -> Path:

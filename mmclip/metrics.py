@@ -14,6 +14,7 @@ questions, so they are drawn together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,16 @@ def per_query(ranks: ArrayLike, offsets: ArrayLike) -> dict[str, Array]:
     return values
 
 
+def cluster_draws(n: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
+    """How often each of n clusters is in a bootstrap sample of n of them: chunks [b, n], ``resamples`` rows in all."""
+    rng = np.random.default_rng(seed)
+    chunk = max(1, _CHUNK // n)
+    for start in range(0, resamples, chunk):
+        b = min(chunk, resamples - start)
+        drawn = rng.integers(0, n, size=(b, n)) + n * np.arange(b)[:, None]
+        yield np.bincount(drawn.ravel(), minlength=b * n).reshape(b, n).astype(np.float64)
+
+
 def cluster_sums(
     values: ArrayLike, clusters: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> NDArray[np.float64]:
@@ -106,15 +117,7 @@ def cluster_sums(
     n = len(names)
     by_cluster = np.zeros((n, v.shape[1]))
     np.add.at(by_cluster, member, v)
-    rng = np.random.default_rng(seed)
-    chunk = max(1, _CHUNK // n)
-    sums = np.empty((resamples, v.shape[1]))
-    for start in range(0, resamples, chunk):
-        stop = min(start + chunk, resamples)
-        drawn = rng.integers(0, n, size=(stop - start, n)) + n * np.arange(stop - start)[:, None]
-        times = np.bincount(drawn.ravel(), minlength=(stop - start) * n).reshape(stop - start, n)
-        sums[start:stop] = times.astype(np.float64) @ by_cluster
-    return sums
+    return np.concatenate([times @ by_cluster for times in cluster_draws(n, resamples=resamples, seed=seed)])
 
 
 def interval(samples: ArrayLike) -> tuple[float, float]:

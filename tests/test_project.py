@@ -25,6 +25,9 @@ FORBIDDEN = {
     "scored_model": {"towers", "build", "data", "losses", "retrieval", "evaluation", "training"},
     "retrieval": {"towers", "data", "losses", "evaluation", "training"},
     "diagnostics": {"towers", "data", "losses", "evaluation", "training"},
+    "geometry": {"towers", "data", "losses", "evaluation", "training"},
+    "fisher": {"towers", "data", "losses", "evaluation", "training"},
+    "diagnose": {"towers", "build", "data", "losses", "evaluation", "training"},
     "evaluation": {"towers", "build", "losses", "training", "run"},
     "config": {"similarity", "losses", "training", "build"},
 }
