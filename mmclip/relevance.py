@@ -59,6 +59,8 @@ class Slots:
         self.query, self.document = query, document
         self.sizes = [int(n) for n in sizes]
         self.base = [int(n) for n in np.cumsum(sizes) - sizes]
+        self._base = torch.as_tensor(self.base, device=query.device)
+        self._many = torch.bincount(query)
 
     def inside(self, start: int, stop: int) -> list[slice]:
         """The pairs of the queries start to stop - 1, a slice for each slot."""
@@ -68,6 +70,13 @@ class Slots:
                 break
             found.append(slice(base + start, base + min(stop, size)))
         return found
+
+    def pairs_of(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """(number, pair): every pair of every one of ``query`` [n], and which of the n it belongs to."""
+        many = self._many[query]
+        number = torch.repeat_interleave(torch.arange(len(query), device=query.device), many)
+        slot = torch.arange(len(number), device=query.device) - (many.cumsum(0) - many)[number]
+        return number, self._base[slot] + query[number]
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,18 @@ class Judged:
 
     def turned(self, n_queries: int) -> Judged:
         """The other direction's: documents ask for the ``n_queries`` queries."""
-        pairs = np.column_stack([self.documents, self.queries[self.number]])
+        pairs = np.column_stack([self.documents, self.pair_queries])
         return Judged.read(pairs, self.gains, self.n_documents, n_queries)
 
     @cached_property
     def number(self) -> Array:
         """[P]: which of the Q queries each pair belongs to."""
         return np.repeat(np.arange(len(self.queries)), np.diff(self.offsets))
+
+    @cached_property
+    def pair_queries(self) -> Array:
+        """[P]: the query's row of each pair."""
+        return self.queries[self.number]
 
     @cached_property
     def most_first(self) -> Array:

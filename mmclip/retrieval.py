@@ -31,10 +31,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.errors import UsageError
-from mmclip.rank_blocks import Progress, Ranked, count_tiles, full_float32, tile_error
+from mmclip.rank_blocks import Asked, Progress, Ranked, count_tiles
 from mmclip.relevance import Judged
-from mmclip.sides import Side, exact_dots, lengths
+from mmclip.sides import Scoring, Side, exact_dots, inverse, lengths
 from mmclip.similarity import Exponents
+from mmclip.tiles import full_float32, tile_error
 from mmclip.top_lists import TopList, insert_relevant
 
 BLOCK_BYTES = 64 * 2**20  # working memory beside the vectors, about
@@ -154,18 +155,24 @@ def _rank(
     # Scorings that share a ranking share the longest list asked of any of them.
     listed = {g: max((top_k or {}).get(name, 0) for name in gamma_d if gamma_d[name] == g) for g in gamma_d.values()}
     error = tile_error(query.shape[1])
-    layout = [judged[0].slots(rows, columns), *(one.slots(columns, rows) for one in judged[1:])]
-    counted: list[dict[float, Ranked]] = []
-    for slots, (asking, answering) in zip(layout, ((rows, columns), (columns, rows)), strict=False):
-        cosine = exact_dots(asking.x, answering.x, asking.order[slots.query], answering.order[slots.document])
-        cosine *= asking.inverse[slots.query] * answering.inverse[slots.document]
-        counted.append({})
+    # The relevant pairs' cosines in the order of the first direction's pairs, and where each direction has them.
+    pair_rows = [torch.as_tensor(x, device=query.device) for x in (judged[0].pair_queries, judged[0].documents)]
+    cosine = exact_dots(query, document, *pair_rows)
+    cosine *= inverse(length[0])[pair_rows[0]] * inverse(length[1])[pair_rows[1]]
+    turn = np.lexsort((judged[0].pair_queries, judged[0].documents))
+    directions, counted = [], []
+    for one, asking, answering in zip(judged, (rows, columns), (columns, rows), strict=False):
+        slots = one.slots(asking, answering)
+        own = cosine[torch.as_tensor(one.by_slot if asking is rows else turn[one.by_slot], device=cosine.device)]
+        way = {}
         for gamma, k in listed.items():
-            weight = answering.weight(gamma)
-            top = TopList(min(k, len(answering)), asking, answering, slots, weight, error) if k else None
-            counted[-1][gamma] = Ranked(slots, asking is rows, weight, cosine, error, top)
+            scoring = Scoring(asking, answering, gamma)
+            top = TopList(k, slots, scoring, error) if k else None
+            way[gamma] = Ranked(slots, scoring, own, error, top)
+        counted.append(way)
+        directions.append(Asked(slots, asking is rows, list(way.values())))
     with full_float32():
-        count_tiles(rows, columns, layout[0], [r for way in counted for r in way.values()], block_bytes, progress)
+        count_tiles(rows, columns, directions, block_bytes, progress)
     rankings = []
     for one, way in zip(judged, counted, strict=True):
         done = {gamma: _ranking(one, ranked, block_bytes) for gamma, ranked in way.items()}

@@ -1,4 +1,4 @@
-"""One side's vectors, made ready for tiles: lengths, unit rows, what scores are multiplied by; and exact dot products.
+"""The vectors of a side, made ready for tiles: lengths, unit rows, what scores are multiplied by; and exact scores.
 
 A score with the query's length divided out, which never changes a ranking, is
 
@@ -42,17 +42,31 @@ def lengths(x: Tensor, side: str) -> Tensor:
     return length
 
 
+def inverse(length: Tensor) -> Tensor:
+    """1 / length, and 0 for 0: a zero vector stays one."""
+    return torch.where(length > 0, 1 / length, 0.0)
+
+
+def exact_dots(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """float64 dot products of x [N, D] rows i [n] with y [M, D] rows j [n]: [n], each alone and always the same."""
+    parts = [(x[a].double() * y[b].double()).sum(1) for a, b in zip(i.split(_AT_ONCE), j.split(_AT_ONCE), strict=True)]
+    return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+
+
 class Side:
-    """The vectors x [N, D] of one side in the order in which tiles take them: ``order`` [n], rows of x."""
+    """The vectors x [N, D] of one side in the order in which tiles take them: ``order`` [n], rows of x.
+
+    length [N]: as :func:`lengths` has it.
+    """
 
     def __init__(self, x: Tensor, length: Tensor, order: Array) -> None:
         self.x = x
         self.order = torch.as_tensor(order, device=x.device)
         self.in_place = bool((order == np.arange(len(order))).all())
         self.length = length[self.order]
-        self.inverse = torch.where(self.length > 0, 1 / self.length, 0.0)
+        self.inverse = inverse(self.length)
         # Where float32 can hold all of it, unit rows are made in float32: three roundings, and no float64 copy.
-        safe = ((self.length > 1e-30) & (self.length < 1e30)) | (self.length == 0)
+        safe = ((self.length > 1e-25) & (self.length < 1e25)) | (self.length == 0)
         self.factor = self.inverse.float() if x.dtype != torch.float64 and bool(safe.all()) else self.inverse
 
     def __len__(self) -> int:
@@ -61,9 +75,9 @@ class Side:
     def raw(self, at: slice | Tensor) -> Tensor:
         return self.x[at] if self.in_place else self.x[self.order[at]]
 
-    def unit(self, raw: Tensor, at: slice) -> Tensor:
-        """float32 rows of length 1 (or 0) of ``raw``, the rows ``at``."""
-        return (raw * self.factor[at, None]).float()
+    def unit(self, at: slice) -> Tensor:
+        """float32 rows of length 1, or 0."""
+        return (self.raw(at) * self.factor[at, None]).float()
 
     def weight(self, gamma_d: float) -> Tensor | None:
         """w [n] in float64: |d|**(1 - gamma_d) times a power of two that makes the largest at most 1; None for all 1.
@@ -77,7 +91,26 @@ class Side:
         return torch.ldexp(w, -torch.frexp(w.max()).exponent).clamp_min(_SMALLEST)
 
 
-def exact_dots(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """float64 dot products of x [N, D] rows i [n] with y [M, D] rows j [n]: [n], each alone and always the same."""
-    parts = [(x[a].double() * y[b].double()).sum(1) for a, b in zip(i.split(_AT_ONCE), j.split(_AT_ONCE), strict=True)]
-    return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+class Scoring:
+    """The scores of one ranking: ``asking`` and ``answering`` sides, and the documents' weight [n], None for all 1."""
+
+    def __init__(self, asking: Side, answering: Side, gamma_d: float) -> None:
+        self.asking, self.answering = asking, answering
+        self.weight = answering.weight(gamma_d)
+        self.weight32 = None if self.weight is None else self.weight.float()
+
+    def weighted(self, cosine: Tensor, document: Tensor) -> Tensor:
+        """cosine [n] in float64 of documents at positions [n] -> their scores."""
+        return cosine if self.weight is None else cosine * self.weight[document]
+
+    def exact(self, query: Tensor, document: Tensor) -> Tensor:
+        """float32 scores [n] of positions query [n] and document [n]."""
+        dots = exact_dots(self.asking.x, self.answering.x, self.asking.order[query], self.answering.order[document])
+        return self.weighted(dots * (self.asking.inverse[query] * self.answering.inverse[document]), document).float()
+
+    def exact_block(self, query: slice | Tensor, document: slice) -> Tensor:
+        """float32 scores [q, d] of all with all, from one float64 product."""
+        dots = self.asking.raw(query).double() @ self.answering.raw(document).double().T
+        dots *= self.asking.inverse[query, None]
+        dots *= self.answering.inverse[document]
+        return (dots if self.weight is None else dots.mul_(self.weight[document])).float()
