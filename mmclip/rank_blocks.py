@@ -1,9 +1,9 @@
 """How many documents score at least as much as each relevant one, tile by tile and exactly.
 
 A score is the float64 one rounded once to float32 (:mod:`mmclip.sides`): it knows nothing of tiles. A tile's scores are
-float32 products, and no score is farther from the exact one than E (:func:`mmclip.tiles.tile_error`). So a score
-outside threshold ± E is decided by the tile, and only those inside are computed again, in float64, each by itself.
-Where they are many (a collapsed model: all scores are alike) the whole tile is computed again in float64.
+products of lower precision, and no score is farther from the exact one than E (:func:`mmclip.tiles.tile_error`). So a
+score outside threshold ± E is decided by the tile, and only those inside are computed again, in float64, each by
+itself. Where they are many (a collapsed model: all scores are alike) the whole tile is computed again in float64.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Ranked:
         self.at_least, self.above = (torch.zeros(len(cosine), dtype=torch.int64, device=cosine.device) for _ in "ab")
 
     def least_cosine(self) -> Tensor:
-        """[P] float64: below this cosine in a tile, no document reaches the threshold, whatever its weight."""
+        """[P] float64: below this cosine no document reaches the threshold, whatever its weight."""
         least = self.threshold.double()
         if self.scoring.weight is not None:
             least = torch.where(least > 0, least / self.scoring.weight.max(), least / self.scoring.weight.min())
-        return least - self.error
+        return least
 
     def count(self, tile: Tile, by_row: bool) -> None:
         """Compare all of a tile with all thresholds of its queries."""
@@ -68,13 +68,17 @@ class Ranked:
             inside = (part >= self.low[at][query, None]) & (part < self.high[at][query, None])
             which, document = inside.nonzero(as_tuple=True)
             place = document + tile.span(not by_row)[0]
-            self.settle(query[which] + at.start, query[which] + start, place, part[which, document].double())
+            score = part[which, document].double()
+            self.settle(query[which] + at.start, query[which] + start, place, score, self.error)
 
-    def settle(self, pair: Tensor, query: Tensor, document: Tensor, score: Tensor) -> None:
-        """Count single documents [n] against single pairs: by a tile's ``score`` where that decides, else exactly."""
+    def settle(self, pair: Tensor, query: Tensor, document: Tensor, score: Tensor, error: float) -> None:
+        """Count single documents [n] against single pairs.
+
+        By their ``score``, which is off by at most ``error`` times a weight, where that decides, else exactly.
+        """
         distance = score - self.threshold[pair]
-        error = self.error if self.scoring.weight is None else self.error * self.scoring.weight[document]
-        ahead, near = pair[distance > error], distance.abs() <= error
+        off = error if self.scoring.weight is None else error * self.scoring.weight[document]
+        ahead, near = pair[distance > off], distance.abs() <= off
         pair = pair[near]
         value = self.scoring.exact(query[near], document[near])
         for counter, hit in (
@@ -89,12 +93,12 @@ class Asked:
     """One direction: its queries, and all of their rankings.
 
     Most documents stand behind every relevant one in every ranking. The least cosine that matters to a query finds
-    those which may not, and where they are few, only they are looked at.
+    those which may not, and where they are few, only they are looked at. ``error``: of the tiles' rough products.
     """
 
-    def __init__(self, slots: Slots, by_row: bool, rankings: list[Ranked]) -> None:
-        self.slots, self.by_row, self.rankings = slots, by_row, rankings
-        least = torch.stack([r.least_cosine() for r in rankings]).amin(dim=0)
+    def __init__(self, slots: Slots, by_row: bool, rankings: list[Ranked], error: float) -> None:
+        self.slots, self.by_row, self.rankings, self.error = slots, by_row, rankings, error
+        least = torch.stack([r.least_cosine() for r in rankings]).amin(dim=0) - error
         floor = torch.full((slots.sizes[0],), torch.inf, dtype=least.dtype, device=least.device)
         # Not below -2: relevant documents, taken out of tiles as -inf, are below all floors.
         self.floor = floor.scatter_reduce(0, slots.query, least, "amin").clamp_min(-2).float()
@@ -106,19 +110,19 @@ class Asked:
         floor = self.floor[slice(*tile.span(by_row))]
         if not len(floor):
             return
-        cosine = first_queries(tile.cosine, len(floor), by_row)
-        maxima = group_maxima(cosine, by_row)
+        rough = first_queries(tile.rough, len(floor), by_row)
+        maxima = group_maxima(rough, by_row)
         for ranked in self.rankings:
             if ranked.top is not None:
                 scores = first_queries(tile.scores(ranked.scoring, by_row), len(floor), by_row)
                 peaks = maxima if ranked.scoring.weight is None else group_maxima(scores, by_row)
                 ranked.top.take(scores, peaks, by_row, start, first_document)
         groups = maxima >= floor[:, None]
-        if int(groups.sum()) * _LISTED > cosine.numel():
+        if int(groups.sum()) * _LISTED > rough.numel():
             for ranked in self.rankings:
                 ranked.count(tile, by_row)
             return
-        query, document, score = reaching(cosine, groups, floor, by_row)
+        query, document, score = reaching(rough, groups, floor, by_row)
         self._waiting.append((query + start, document + first_document, score))
         if sum(len(x[0]) for x in self._waiting) * len(self.slots.sizes) > _AT_ONCE:
             self.finish()
@@ -134,15 +138,23 @@ class Asked:
             number, pair = self.slots.pairs_of(query)
             for ranked in self.rankings:
                 score = ranked.scoring.weighted(cosine.double(), document)
-                ranked.settle(pair, query[number], document[number], score[number])
+                ranked.settle(pair, query[number], document[number], score[number], self.error)
 
 
 def count_tiles(
-    rows: Side, columns: Side, directions: list[Asked], block_bytes: int, progress: Progress | None = None
+    rows: Side,
+    columns: Side,
+    directions: list[Asked],
+    block_bytes: int,
+    half: bool,
+    progress: Progress | None = None,
 ) -> None:
-    """Fill the counts and lists of ``directions``, of which the first has the rows as queries."""
+    """Fill the counts and lists of ``directions``, of which the first has the rows as queries.
+
+    half: whether tiles may be searched in bfloat16, which lists of the best cannot be.
+    """
     height, width = tile_size(len(rows), len(columns), rows.x.shape[1], block_bytes)
-    tile = Tile(rows, columns, height, width)
+    tile = Tile(rows, columns, height, width, half)
     relevant = directions[0].slots
     row, column = (x.cpu().numpy() for x in (relevant.query, relevant.document))
     order = np.lexsort((column, row // height))

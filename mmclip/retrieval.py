@@ -35,10 +35,11 @@ from mmclip.rank_blocks import Asked, Progress, Ranked, count_tiles
 from mmclip.relevance import Judged
 from mmclip.sides import Scoring, Side, exact_dots, inverse, lengths
 from mmclip.similarity import Exponents
-from mmclip.tiles import full_float32, tile_error
+from mmclip.tiles import bfloat16_pays, full_float32, rough_error, tile_error
 from mmclip.top_lists import TopList, insert_relevant
 
 BLOCK_BYTES = 64 * 2**20  # working memory beside the vectors, about
+_LARGE = 10**9  # multiplications from which on it is worth asking how to do them
 
 Array = NDArray[Any]
 
@@ -154,7 +155,10 @@ def _rank(
     gamma_d = {name: float(as_floats(e).gamma_d) for name, e in scorings.items()}
     # Scorings that share a ranking share the longest list asked of any of them.
     listed = {g: max((top_k or {}).get(name, 0) for name in gamma_d if gamma_d[name] == g) for g in gamma_d.values()}
-    error = tile_error(query.shape[1])
+    dim = query.shape[1]
+    error = tile_error(dim)
+    large = len(rows) * len(columns) * dim > _LARGE and query.device.type == "cpu"
+    half = large and not any(listed.values()) and bfloat16_pays(dim, torch.get_num_threads())
     # The relevant pairs' cosines in the order of the first direction's pairs, and where each direction has them.
     pair_rows = [torch.as_tensor(x, device=query.device) for x in (judged[0].pair_queries, judged[0].documents)]
     cosine = exact_dots(query, document, *pair_rows)
@@ -170,9 +174,9 @@ def _rank(
             top = TopList(k, slots, scoring, error) if k else None
             way[gamma] = Ranked(slots, scoring, own, error, top)
         counted.append(way)
-        directions.append(Asked(slots, asking is rows, list(way.values())))
+        directions.append(Asked(slots, asking is rows, list(way.values()), rough_error(dim) if half else error))
     with full_float32():
-        count_tiles(rows, columns, directions, block_bytes, progress)
+        count_tiles(rows, columns, directions, block_bytes, half, progress)
     rankings = []
     for one, way in zip(judged, counted, strict=True):
         done = {gamma: _ranking(one, ranked, block_bytes) for gamma, ranked in way.items()}

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import sqrt
+from functools import cache
+from math import inf, sqrt
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,6 +36,27 @@ def tile_error(dim: int) -> float:
     dim roundings, in whatever order the product is summed; 16 covers unit rows, weights and thresholds being rounded.
     """
     return (dim + 16) * 2.0**-24
+
+
+def rough_error(dim: int) -> float:
+    """:func:`tile_error` of a bfloat16 product: both factors and the result are rounded to 8 bits, sums are float32."""
+    return 2.0**-8 + 1.02 * 2.0**-9 + (dim + 16) * 2.0**-23
+
+
+@cache
+def bfloat16_pays(dim: int, threads: int) -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware, hence much faster than float32: it is tried out."""
+
+    def seconds(x: Tensor) -> float:
+        best = inf
+        for _ in range(4):
+            start = perf_counter()
+            torch.mm(x, x.T)
+            best = min(best, perf_counter() - start)
+        return best
+
+    x = torch.ones(512, dim)
+    return 1.4 * seconds(x.bfloat16()) < seconds(x)
 
 
 @contextmanager
@@ -66,13 +89,19 @@ def tile_size(n_rows: int, n_columns: int, dim: int, block_bytes: int) -> tuple[
 
 
 class Tile:
-    """The product of a run of rows with a run of columns, and room for what is made of it."""
+    """The product of a run of rows with a run of columns, and room for what is made of it.
 
-    def __init__(self, rows: Side, columns: Side, height: int, width: int) -> None:
+    ``rough`` is what is searched first: the bfloat16 product where ``half`` allows it, else ``cosine``, the float32
+    product, which is made when it is asked for. Where most tiles need it, the rough one is left out.
+    """
+
+    def __init__(self, rows: Side, columns: Side, height: int, width: int, half: bool) -> None:
         self.rows, self.columns = rows, columns
+        self._n_rough = self._n_in_vain = 0
         # Rows lie an odd number of cache lines apart: other distances slow the product and the sums, by up to half.
         stride = _LINE * (-(-width // _LINE) | 1)
         self._room = [torch.empty(height, stride, device=rows.x.device) for _ in range(3)]
+        self._rough_room = torch.empty(height, stride, dtype=torch.bfloat16) if half else None
         self._row_span = self._column_span = (0, 0)
 
     def span(self, by_row: bool) -> tuple[int, int]:
@@ -81,22 +110,39 @@ class Tile:
 
     def take_rows(self, start: int, stop: int) -> None:
         self._row_span = (start, stop)
-        self._unit = self.rows.unit(slice(start, stop))
+        self._rows = self.rows.unit(slice(start, stop))
 
     def take_columns(self, start: int, stop: int, row: Array, column: Array) -> None:
         """Multiply. Relevant pairs, (row, column) within the tile, are taken out: -inf is below every threshold."""
         self._column_span = (start, stop)
-        self._relevant = tuple(torch.as_tensor(x, device=self._unit.device) for x in (row, column))
-        self.cosine = self._room[0][: len(self._unit), : stop - start]
-        torch.mm(self._unit, self.columns.unit(slice(start, stop)).T, out=self.cosine)
-        self.cosine[self._relevant] = -torch.inf
+        self._relevant = tuple(torch.as_tensor(x, device=self._rows.device) for x in (row, column))
+        self._columns = self.columns.unit(slice(start, stop))
+        self._cosine: Tensor | None = None
+        if self._rough_room is None or 2 * self._n_in_vain > self._n_rough + 4:
+            self.rough = self.cosine
+        else:
+            self._n_rough += 1
+            self.rough = self._multiply(self._rows.bfloat16(), self._columns.bfloat16(), self._rough_room)
+
+    @property
+    def cosine(self) -> Tensor:
+        if self._cosine is None:
+            self._n_in_vain += 1
+            self._cosine = self._multiply(self._rows, self._columns, self._room[0])
+        return self._cosine
+
+    def _multiply(self, rows: Tensor, columns: Tensor, room: Tensor) -> Tensor:
+        out = room[: len(rows), : len(columns)]
+        torch.mm(rows, columns.T, out=out)
+        out[self._relevant] = -torch.inf
+        return out
 
     def scores(self, scoring: Scoring, by_row: bool) -> Tensor:
         """The tile's scores, each within :func:`tile_error` times its document's weight; valid until asked again."""
         if scoring.weight32 is None:
             return self.cosine
         weight = scoring.weight32[slice(*self.span(not by_row))]
-        out = self._room[1][: len(self.cosine), : self.cosine.shape[1]]
+        out = self._room[1][: len(self._rows), : len(self._columns)]
         return torch.mul(self.cosine, weight if by_row else weight[:, None], out=out)
 
     def exact_scores(self, scoring: Scoring, by_row: bool) -> Tensor:
