@@ -9,8 +9,9 @@ all four scorings (cosine, dot, qnorm, dnorm) in both directions; clip-benchmark
 zeroshot_retrieval.evaluate does once all is encoded: a dense score matrix, then batchify(recall_at_k) for each k.
 
 Each measurement is a process of its own, and the contestants take turns, so that a busy machine slows both. Seconds are
-of ranking and metrics, not of making the data. Memory is the process's peak resident size (ru_maxrss) less what it was
-after the imports: it includes the embeddings. Medians are compared; the last line is the ratio.
+of ranking and metrics, not of making the data, by the clock and by CPU time, which other programs disturb less. Memory
+is the process's peak resident size (ru_maxrss) less what it was after the imports: it includes the embeddings. Medians
+are compared; the last line is the ratio.
 
 The numbers must agree too: success@k may differ in as many queries as are tied by cosine, since clip-benchmark breaks
 ties by chance and mmclip against the model. The exit code is 1 where they do not.
@@ -29,6 +30,7 @@ from statistics import median
 from typing import Any
 
 CONTESTANTS = ("mmclip", "clip-benchmark")
+MEASURED = ("seconds", "cpu", "mib")
 THEIR_BATCH = 64  # clip-benchmark's default --batch_size, which is how many queries it looks at together
 LARGE = {"images": 20_000, "captions": 5, "dim": 64}
 SMALLER = {"images": 5_000, "captions": 5, "dim": 64}  # with LARGE, two points of a line
@@ -67,6 +69,10 @@ def peak_mib() -> float:
     return size / 2**20 if sys.platform == "darwin" else size / 1024
 
 
+def spent(wall: float, cpu: float) -> Json:
+    return {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
 def embeddings(images: int, captions: int, dim: int, noise: float) -> tuple[Any, Any]:
     """(image [N, D], text [N * captions, D]), made in place so that making them is no peak."""
     import torch
@@ -99,7 +105,7 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not args.bar) as bar:
         task = bar.add_task(f"{len(image)} x {len(text)}")
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         caption = np.arange(len(text))
         ways = rank_both_ways(
             image,
@@ -116,9 +122,9 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
             for name, ranking in rankings.items():
                 values = metrics.per_query(ranking.ranks, ranking.offsets, rates=rates)
                 hits[f"{direction.value} {name}"] = [int(values[rate].sum()) for rate in rates]
-        seconds = time.perf_counter() - start
+        took = spent(*start)
     tied = {d.value: w["cosine"].n_tied for d, w in zip(CLIP_DIRECTIONS, ways, strict=True)}
-    return {"seconds": seconds, "mib": peak_mib() - imported, "hits": hits, "tied": tied}
+    return {**took, "mib": peak_mib() - imported, "hits": hits, "tied": tied}
 
 
 def measure_clip_benchmark(args: argparse.Namespace) -> Json:
@@ -127,7 +133,7 @@ def measure_clip_benchmark(args: argparse.Namespace) -> Json:
 
     imported = peak_mib()
     image, text = embeddings(args.images, args.captions, args.dim, args.noise)
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     image, text = (torch.nn.functional.normalize(x, dim=-1) for x in (image, text))
     scores = text @ image.t()
     positive = torch.zeros_like(scores, dtype=torch.bool)
@@ -137,7 +143,11 @@ def measure_clip_benchmark(args: argparse.Namespace) -> Json:
         for name, s, p in (("t2i cosine", scores, positive), ("i2t cosine", scores.T, positive.T)):
             recall = batchify(recall_at_k, s, p, THEIR_BATCH, "cpu", k=k)
             hits[name].append(int((recall > 0).sum()))
-    return {"seconds": time.perf_counter() - start, "mib": peak_mib() - imported, "hits": hits}
+    return {**spent(*start), "mib": peak_mib() - imported, "hits": hits}
+
+
+def row(name: str, seconds: float, cpu: float, mib: float) -> str:
+    return f"{name:26} {seconds:8.2f} s {cpu:8.2f} s of CPU {mib:8.0f} MiB"
 
 
 def measured(args: argparse.Namespace, contestant: str, bar: bool = False) -> Json:
@@ -151,7 +161,7 @@ def measured(args: argparse.Namespace, contestant: str, bar: bool = False) -> Js
     if done.returncode:
         sys.exit(f"error: measuring {contestant} failed with exit code {done.returncode}")
     found: Json = json.loads(done.stdout.splitlines()[-1])
-    print(f"{contestant:15} {found['seconds']:8.2f} s  {found['mib']:8.0f} MiB", flush=True)
+    print(row(contestant, *(found[what] for what in MEASURED)), flush=True)
     return found
 
 
@@ -172,12 +182,12 @@ def compete(args: argparse.Namespace) -> int:
         worst = max(abs(x - y) for x, y in zip(a, b, strict=True))
         agree &= worst <= tied
         print(f"success {direction}, mmclip | clip-benchmark: {rates}; differ in {worst} of {n} queries, {tied} tied")
-    medians = {name: [median(r[what] for r in found[name]) for what in ("seconds", "mib")] for name in CONTESTANTS}
-    for name, (seconds, mib) in medians.items():
-        print(f"median of {args.rounds}: {name:15} {seconds:8.2f} s  {mib:8.0f} MiB above the imports")
+    medians = {name: [median(r[what] for r in found[name]) for what in MEASURED] for name in CONTESTANTS}
+    for name in CONTESTANTS:
+        print(row(f"{name}, median of {args.rounds}", *medians[name]))
     print("the numbers agree" if agree else "THE NUMBERS DO NOT AGREE")
-    (s1, m1), (s2, m2) = (medians[name] for name in CONTESTANTS)
-    print(f"ratio: {s2 / s1:.1f} times as fast, {m1 / m2:.3f} of the memory")
+    wall, cpu, mib = (b / a for a, b in zip(*medians.values(), strict=True))
+    print(f"ratio: {wall:.1f} times as fast ({cpu:.1f} by CPU time), {1 / mib:.3f} of the memory")
     return 0 if agree else 1
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmclip.relevance import Slots
 from mmclip.sides import Scoring, Side
-from mmclip.tiles import Tile, first_queries, group_maxima, reaching, tile_size
+from mmclip.tiles import Search, Tile, tile_size
 from mmclip.top_lists import TopList
 
 _CROWDED = 64  # a tile with more than one undecided score in so many is computed again as a whole
@@ -96,34 +96,34 @@ class Asked:
     those which may not, and where they are few, only they are looked at. ``error``: of the tiles' rough products.
     """
 
-    def __init__(self, slots: Slots, by_row: bool, rankings: list[Ranked], error: float) -> None:
+    def __init__(self, slots: Slots, by_row: bool, n_queries: int, rankings: list[Ranked], error: float) -> None:
         self.slots, self.by_row, self.rankings, self.error = slots, by_row, rankings, error
         least = torch.stack([r.least_cosine() for r in rankings]).amin(dim=0) - error
-        floor = torch.full((slots.sizes[0],), torch.inf, dtype=least.dtype, device=least.device)
-        # Not below -2: relevant documents, taken out of tiles as -inf, are below all floors.
-        self.floor = floor.scatter_reduce(0, slots.query, least, "amin").clamp_min(-2).float()
+        # Queries without a relevant document look for none. Never below -2: -inf marks relevant documents in tiles.
+        self.floor = least.new_full((n_queries,), torch.inf)
+        self.floor.scatter_reduce_(0, slots.query, least, "amin")
+        self.floor = self.floor.clamp_min(-2).float()
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def count(self, tile: Tile) -> None:
         """Count a tile's documents for its queries, and offer them to the lists of the best."""
-        by_row, start, first_document = self.by_row, tile.span(self.by_row)[0], tile.span(not self.by_row)[0]
-        floor = self.floor[slice(*tile.span(by_row))]
-        if not len(floor):
+        by_row = self.by_row
+        query_span, document_span = tile.span(by_row), tile.span(not by_row)
+        if query_span[0] >= self.slots.sizes[0]:
             return
-        rough = first_queries(tile.rough, len(floor), by_row)
-        maxima = group_maxima(rough, by_row)
         for ranked in self.rankings:
             if ranked.top is not None:
-                scores = first_queries(tile.scores(ranked.scoring, by_row), len(floor), by_row)
-                peaks = maxima if ranked.scoring.weight is None else group_maxima(scores, by_row)
-                ranked.top.take(scores, peaks, by_row, start, first_document)
-        groups = maxima >= floor[:, None]
-        if int(groups.sum()) * _LISTED > rough.numel():
+                scores = tile.scores(ranked.scoring, by_row)
+                search = tile.search if scores is tile.rough else Search(scores)
+                ranked.top.take(search, by_row, query_span, document_span[0])
+        floor = self.floor[slice(*query_span)]
+        found = tile.search.reaching(floor, by_row)
+        if found is None or len(found[0]) * _LISTED > tile.rough.numel():
             for ranked in self.rankings:
                 ranked.count(tile, by_row)
             return
-        query, document, score = reaching(rough, groups, floor, by_row)
-        self._waiting.append((query + start, document + first_document, score))
+        query, document, score = found
+        self._waiting.append((query + query_span[0], document + document_span[0], score))
         if sum(len(x[0]) for x in self._waiting) * len(self.slots.sizes) > _AT_ONCE:
             self.finish()
 

@@ -83,7 +83,8 @@ class Slots:
 class Judged:
     """One direction's relevance. Q queries with a relevant document, P (query, relevant document) pairs by query.
 
-    queries [Q], offsets [Q + 1], documents [P]: as :func:`group_pairs` has them; gains [P], above 0.
+    queries [Q], offsets [Q + 1], documents [P]: as :func:`group_pairs` has them; gains [P], above 0; priority [Q]: of
+    queries with equally many documents, the smaller are taken first.
     """
 
     queries: Array
@@ -91,6 +92,7 @@ class Judged:
     documents: Array
     gains: Array
     n_documents: int
+    priority: Array
 
     @classmethod
     def read(
@@ -111,7 +113,7 @@ class Judged:
         code = np.repeat(queries, np.diff(offsets)) * n_documents + documents
         kept = np.zeros(len(code))
         np.maximum.at(kept, np.searchsorted(code, pairs[:, 0] * n_documents + pairs[:, 1]), given)
-        return cls(queries, offsets, documents, kept, n_documents)
+        return cls(queries, offsets, documents, kept, n_documents, np.zeros(len(queries)))
 
     def turned(self, n_queries: int) -> Judged:
         """The other direction's: documents ask for the ``n_queries`` queries."""
@@ -131,7 +133,7 @@ class Judged:
     @cached_property
     def most_first(self) -> Array:
         """[Q]: numbers of the queries, those with most relevant documents first."""
-        return np.argsort(-np.diff(self.offsets), kind="stable")
+        return np.lexsort((self.priority, -np.diff(self.offsets)))
 
     @cached_property
     def by_slot(self) -> Array:

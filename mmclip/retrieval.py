@@ -22,7 +22,7 @@ ranks depend neither on the tiles nor on which side is cut into rows: equal vect
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,15 @@ def _rank(
         )
     length = lengths(query, "query"), lengths(document, "document")
     judged = [Judged.read(pairs, gains, len(query), len(document))]
+    # Cosines of the relevant pairs, in their order in the first direction and in that of the second.
+    pair_rows = [torch.as_tensor(x, device=query.device) for x in (judged[0].pair_queries, judged[0].documents)]
+    cosine = exact_dots(query, document, *pair_rows)
+    cosine *= inverse(length[0])[pair_rows[0]] * inverse(length[1])[pair_rows[1]]
+    turn = torch.as_tensor(np.lexsort((judged[0].pair_queries, judged[0].documents)), device=query.device)
+    cosines = [cosine, cosine[turn]]
+    # Neighbours among the rows are searched together, so they had better be as hard as each other.
+    hard = np.minimum.reduceat(cosine.cpu().numpy(), judged[0].offsets[:-1])
+    judged[0] = replace(judged[0], priority=hard)
     if both:
         judged.append(judged[0].turned(len(query)))
     # A query that is no document of the other direction and has no relevant document takes no part.
@@ -159,29 +168,25 @@ def _rank(
     error = tile_error(dim)
     large = len(rows) * len(columns) * dim > _LARGE and query.device.type == "cpu"
     half = large and not any(listed.values()) and bfloat16_pays(dim, torch.get_num_threads())
-    # The relevant pairs' cosines in the order of the first direction's pairs, and where each direction has them.
-    pair_rows = [torch.as_tensor(x, device=query.device) for x in (judged[0].pair_queries, judged[0].documents)]
-    cosine = exact_dots(query, document, *pair_rows)
-    cosine *= inverse(length[0])[pair_rows[0]] * inverse(length[1])[pair_rows[1]]
-    turn = np.lexsort((judged[0].pair_queries, judged[0].documents))
     directions, counted = [], []
-    for one, asking, answering in zip(judged, (rows, columns), (columns, rows), strict=False):
+    for one, own, asking, answering in zip(judged, cosines, (rows, columns), (columns, rows), strict=False):
         slots = one.slots(asking, answering)
-        own = cosine[torch.as_tensor(one.by_slot if asking is rows else turn[one.by_slot], device=cosine.device)]
+        own = own[torch.as_tensor(one.by_slot, device=own.device)]
         way = {}
         for gamma, k in listed.items():
             scoring = Scoring(asking, answering, gamma)
             top = TopList(k, slots, scoring, error) if k else None
             way[gamma] = Ranked(slots, scoring, own, error, top)
         counted.append(way)
-        directions.append(Asked(slots, asking is rows, list(way.values()), rough_error(dim) if half else error))
+        rankings = list(way.values())
+        directions.append(Asked(slots, asking is rows, len(asking), rankings, rough_error(dim) if half else error))
     with full_float32():
         count_tiles(rows, columns, directions, block_bytes, half, progress)
-    rankings = []
+    found = []
     for one, way in zip(judged, counted, strict=True):
         done = {gamma: _ranking(one, ranked, block_bytes) for gamma, ranked in way.items()}
-        rankings.append({name: done[gamma] for name, gamma in gamma_d.items()})
-    return rankings
+        found.append({name: done[gamma] for name, gamma in gamma_d.items()})
+    return found
 
 
 def _ranking(judged: Judged, ranked: Ranked, block_bytes: int) -> Ranking:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmclip.relevance import Slots
 from mmclip.sides import Scoring
-from mmclip.tiles import reaching
+from mmclip.tiles import Search
 
 _SPARE = 8  # kept beyond k
 _BYTES_PER_SCORE = 64  # a crowded query's row: float64 twice, float32, the keys that order it and their making
@@ -35,23 +35,22 @@ class TopList:
         self.values = torch.full(shape, -torch.inf, device=slots.query.device)
         self.places = torch.zeros(shape, dtype=torch.int64, device=slots.query.device)
 
-    def take(self, scores: Tensor, maxima: Tensor, by_row: bool, query: int, document: int) -> None:
-        """A tile's scores of the queries from position ``query`` on, of the documents from ``document`` on.
+    def take(self, search: Search, by_row: bool, queries: tuple[int, int], document: int) -> None:
+        """A tile's scores of the queries at positions ``queries``, of the documents from ``document`` on.
 
-        maxima [q, g]: their :func:`mmclip.tiles.group_maxima`. What is below the least of the ``kept`` best groups, or
-        of the values kept so far, is not among the best.
+        What is below the last of the values kept so far is not among the best.
         """
         kept = self.values.shape[1]
-        at = slice(query, query + len(maxima))
-        floor = self.values[at, -1]
-        if maxima.shape[1] >= kept:
-            floor = torch.maximum(floor, maxima.topk(kept, dim=1).values[:, -1])
-        groups = maxima >= floor[:, None]
-        if 2 * int(groups.sum()) > groups.numel():  # few groups, or scores that are alike
-            scores = scores if by_row else scores.T.contiguous()
+        at = slice(queries[0], min(queries[1], len(self.values)))
+        n = at.stop - at.start
+        floor = self.values.new_full((queries[1] - queries[0],), torch.inf)
+        floor[:n] = self.values[at, -1]
+        found = search.reaching(floor, by_row)
+        if found is None:  # the first tile, or scores that are alike
+            scores = search.scores[:n] if by_row else search.scores[:, :n].T.contiguous()
             values, places = scores.topk(min(kept, scores.shape[1]), dim=1)
         else:
-            values, places = _as_rows(*reaching(scores, groups, floor, by_row), len(maxima))
+            values, places = _as_rows(*found, n)
         values = torch.cat([self.values[at], values], dim=1)
         places = torch.cat([self.places[at], places + document], dim=1)
         self.values[at], best = values.topk(kept, dim=1)
@@ -114,12 +113,13 @@ def insert_relevant(rows: Array, queries: Array, documents: Array, ranks: Array)
 
 
 def _as_rows(query: Tensor, document: Tensor, value: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(values, documents) [n, c] of a list that is sorted by query; -inf fills short rows."""
+    """(values, documents) [n, c] of a list; -inf fills short rows."""
+    query, order = query.sort()
     many = torch.bincount(query, minlength=n)
     column = torch.arange(len(query), device=query.device) - (many.cumsum(0) - many)[query]
     values = torch.full((n, int(many.max())), -torch.inf, device=value.device)
     documents = torch.zeros(values.shape, dtype=torch.int64, device=value.device)
-    values[query, column], documents[query, column] = value, document
+    values[query, column], documents[query, column] = value[order], document[order]
     return values, documents
 
 
