@@ -37,11 +37,8 @@ def read_all(loader: DataLoader[T]) -> Iterator[T]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield from iterator
-    except (
-        RuntimeError,
-        OSError,
-        EOFError,
-    ) as error:  # OSError: a batch came, its reader is gone
+    except (RuntimeError, OSError, EOFError) as error:
+        # OSError, EOFError: a batch was announced, and its reader was gone with the tensors
         raised_by_a_reader = str(error).startswith("Caught ")
         if raised_by_a_reader or not loader.num_workers:
             raise

@@ -23,7 +23,7 @@ from mmclip.finish import finish
 from mmclip.image_text import ImageTextData
 from mmclip.loader import steps_per_epoch
 from mmclip.runs import load_runs
-from mmclip.skipped import Skipped, told
+from mmclip.skipped import Skipped, by_key, told
 from mmclip.sources import Source
 from mmclip.step import seed_of
 from mmclip.training import Trainer
@@ -63,8 +63,8 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     others = load_runs(settings.compare or [])  # a run that cannot be compared is told now, not after the training
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
-    Skipped(settings.max_bad_samples).add(data.skipped)
-    # refused before a model loads
+    # both refuse before a model loads
+    Skipped(settings.max_bad_samples, by_key(data.skipped))
     steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
     model = build_model(
         settings.model,

@@ -11,9 +11,11 @@ from mmclip.image_text import BadSample
 class Skipped:
     """Why samples of the training data are missing, by their keys. ``limit``: --max-bad-samples, None for no limit."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, why: Mapping[str, str] | None = None) -> None:
+        """why: of samples known already, as ``by_key`` gives them. Errors: UsageError above the limit."""
         self.limit = limit
-        self.why: dict[str, str] = {}
+        self.why: dict[str, str] = dict(why or {})
+        self._check()
 
     def add(self, samples: Iterable[BadSample]) -> list[str]:
         """Take samples in; a line for each that was not known. Errors: UsageError above the limit."""
@@ -22,11 +24,10 @@ class Skipped:
             if sample.key not in self.why:
                 self.why[sample.key] = f"{sample.where}: {sample.reason}"
                 lines.append(f"skipped {sample} ({len(self.why)} so far)")
-        self.check()
+        self._check()
         return lines
 
-    def check(self) -> None:
-        """Errors: UsageError where there are more than the limit."""
+    def _check(self) -> None:
         if self.limit is not None and len(self.why) > self.limit:
             raise UsageError(f"--max-bad-samples {self.limit}: {told(self.why)}")
 

@@ -64,9 +64,7 @@ class Trainer:
         self.saved = -1  # the step of the newest checkpoint
         self.taken = 0  # steps that had pictures to learn from
         self.passed_over = 0  # steps in a row that had none
-        self.skipped = Skipped(settings.max_bad_samples)
-        self.skipped.why |= source.skipped
-        self.skipped.check()
+        self.skipped = Skipped(settings.max_bad_samples, source.skipped)
         self.alarms = self._alarms()
         self.told: list[Alarm] = []
         self.pending: dict[str, Any] = {}  # the line of a step whose validation a signal ended
@@ -294,7 +292,7 @@ class Trainer:
         resume.load(state, path, self.towers, self.loss, self.stepper.optimizer)
         self.step = self.saved = state["step"]
         self.taken = state["taken"]
-        self.skipped.why = state["skipped"] | self.skipped.why
+        self.skipped = Skipped(self.settings.max_bad_samples, state["skipped"] | self.skipped.why)
         self.told = [Alarm(name, text) for name, text in state["alarms"].items()]
         self.alarms.raised |= set(state["alarms"])
         self.pending = state["pending"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 import tarfile
 import time
 from collections.abc import Callable
@@ -188,8 +189,6 @@ def test_a_cache_without_space_is_refused_before_the_trunk_runs(common: list[obj
     """A tmpfs of half a megabyte where this user may mount one, else a folder that is a file."""
     place = tmp_path / "cache"
     place.mkdir()
-    import subprocess
-
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], check=False,
                              capture_output=True).returncode == 0  # fmt: skip
     if not mounted:
