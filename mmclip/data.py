@@ -55,7 +55,7 @@ def open_data(
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
             wanted = split or ("train" if purpose == "train" else "test or val")
             raise UsageError(f"{path}: no split {one_line(wanted)} with shards in it; there: {one_line(there)}")
-        return _open_shards(_shards_of(folder), str(path), folder.name, folder / "truth.jsonl")
+        return _open_shards(shards_of(folder), str(path), folder.name, folder / "truth.jsonl")
     return _open_shards(_expanded(source), source, split or "shards", None)
 
 
@@ -145,8 +145,8 @@ def builtin_folder(source: str) -> Path | None:
     return build_scenes(Path(os.environ.get("MMCLIP_DATA", "data")), variant)
 
 
-def _shards_of(folder: Path) -> list[Path]:
-    """All shards of a split folder; nshards.txt, where it is there, must agree with them."""
+def shards_of(folder: Path) -> list[Path]:
+    """All shards of a split folder. Errors: UsageError where nshards.txt, if it is there, does not agree with them."""
     there = _in_order(folder.glob("*.tar"))
     count_file = folder / "nshards.txt"
     if not count_file.is_file():

@@ -15,6 +15,7 @@ the bootstrap of d without touching a length again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,12 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata
 
 from mmclip import metrics
+from mmclip.retrieval import Ranking
 
 TOP_K = 10
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FLAT_CV = 1e-6  # below this spread, lengths are one number and its rounding
+ALL_RELEVANT = "every candidate is relevant to some query"
 MIN_DEFINED = 0.9  # share of the resamples in which d must exist for an interval to be given
 
 Array = NDArray[Any]
@@ -33,16 +37,17 @@ Effect = tuple[Json | None, str | None]  # a value, or None and the reason
 
 
 def summary(lengths: ArrayLike) -> Json:
-    """{"n", "mean", "std", "cv"} of lengths [N]; sample standard deviation; None where it does not exist.
+    """{"n", "mean", "std", "cv", "quantiles"} of lengths [N]; sample standard deviation; None where it does not exist.
 
-    >>> summary([3.0, 5.0])["mean"], summary([3.0])["std"]
-    (4.0, None)
+    >>> summary([3.0, 5.0])["mean"], summary([3.0])["std"], summary([3.0, 5.0, 6.0])["quantiles"]["0.5"]
+    (4.0, None, 5.0)
     """
     x = np.asarray(lengths, dtype=np.float64)
     mean = float(x.mean()) if len(x) else None
     std = float(x.std(ddof=1)) if len(x) > 1 else None
     cv = std / mean if std is not None and mean else None
-    return {"n": len(x), "mean": mean, "std": std, "cv": cv}
+    quantiles = dict(zip(map(str, QUANTILES), np.quantile(x, QUANTILES).tolist(), strict=True)) if len(x) else None
+    return {"n": len(x), "mean": mean, "std": std, "cv": cv, "quantiles": quantiles}
 
 
 def centred(lengths: ArrayLike) -> tuple[Array, float]:
@@ -97,16 +102,30 @@ def effects(
     for g, what in enumerate(whats):
         n_rel, n_irr = int(total[g, 0]), int(total[g, 3])
         if not np.isfinite(value[g]):
-            if n_rel == 0 or n_irr == 0:
-                missing = "relevant" if n_rel == 0 else "irrelevant"
-                found.append((None, f"no {missing} document among {what}"))
-            else:
-                found.append((None, f"lengths do not vary within the groups among {what}"))
+            found.append(
+                (None, empty_group(n_rel, n_irr, what) or f"lengths do not vary within the groups among {what}")
+            )
             continue
         defined = samples[:, g][np.isfinite(samples[:, g])]
         ci = list(metrics.interval(defined)) if len(defined) >= MIN_DEFINED * resamples else None
         found.append(({"value": float(value[g]), "ci": ci, "n_relevant": n_rel, "n_irrelevant": n_irr}, None))
     return found
+
+
+def empty_group(n_relevant: int, n_irrelevant: int, what: str) -> str | None:
+    """The reason where one of the two groups among ``what`` holds nothing."""
+    if n_relevant and n_irrelevant:
+        return None
+    return f"no {'irrelevant' if n_relevant else 'relevant'} document among {what}"
+
+
+def balanced_relevance(documents: Array, n: int) -> str | None:
+    """The reason why pairs with the document rows ``documents`` [P] cannot tell lengths of n documents apart: all
+    documents are relevant equally often, and then relevant and irrelevant lengths are the same list."""
+    times = np.bincount(documents, minlength=n)
+    if (times == times[0]).all():
+        return f"degenerate: every candidate is relevant to {times[0]} quer{'y' if times[0] == 1 else 'ies'}"
+    return None
 
 
 def pair_moments(lengths: Array, offsets: Array, documents: Array) -> Array:
@@ -122,9 +141,9 @@ def pairs_effect(
 ) -> Effect:
     """d over all pairs, or None with the reason where relevance is balanced: then it is 0 whatever the lengths."""
     x, level = centred(lengths)
-    times = np.bincount(documents, minlength=len(x))
-    if (times == times[0]).all():
-        return None, f"degenerate: every candidate is relevant to {times[0]} quer{'y' if times[0] == 1 else 'ies'}"
+    degenerate = balanced_relevance(documents, len(x))
+    if degenerate is not None:
+        return None, degenerate
     moments = pair_moments(x, offsets, documents)
     return effect(moments, level, clusters, what="all pairs", resamples=resamples, seed=seed)
 
@@ -139,9 +158,40 @@ def corpus_effect(lengths: ArrayLike, documents: Array, clusters: ArrayLike, *, 
     relevant = np.zeros(len(x), dtype=bool)
     relevant[documents] = True
     if relevant.all():
-        return None, "every candidate is relevant to some query"
+        return None, ALL_RELEVANT
     moments = split_moments(x[:, None], relevant[:, None])
     return effect(moments, level, clusters, what="the candidates", resamples=resamples, seed=seed)
+
+
+def length_effects(
+    lengths: ArrayLike, cosine: Ranking, clusters: ArrayLike, document_clusters: ArrayLike, *, resamples: int, seed: int
+) -> dict[str, Effect]:
+    """d of the documents' lengths [N] on every reference set: {"topk", "corpus", "pairs"}.
+
+    cosine: the ranking by cosine, which lists the k best; clusters [Q] of its queries; document_clusters [N].
+    """
+    x, level = centred(lengths)
+    how: Any = {"resamples": resamples, "seed": seed}
+    moments = split_moments(x[cosine.top_ids], cosine.top_relevant)
+    return {
+        "topk": effect(moments, level, clusters, what=best_by_cosine(cosine), **how),
+        "corpus": corpus_effect(lengths, cosine.documents, document_clusters, **how),
+        "pairs": pairs_effect(lengths, cosine.offsets, cosine.documents, clusters, **how),
+    }
+
+
+def best_by_cosine(cosine: Ranking) -> str:
+    return f"the queries' {cosine.top_ids.shape[1]} best by cosine"
+
+
+def with_reasons(effects: Mapping[str, tuple[Any, str | None]]) -> Json:
+    """{name: value}; where the value is None, {name: None, name_reason: why}."""
+    section: Json = {}
+    for name, (value, reason) in effects.items():
+        section[name] = value
+        if reason is not None:
+            section[f"{name}_reason"] = reason
+    return section
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> Effect:

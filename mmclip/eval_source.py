@@ -14,7 +14,7 @@ from mmclip.embeddings import Embeddings, Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.evaluation import EvalData
 from mmclip.image_text import ImageTextData
-from mmclip.retrieval import rank
+from mmclip.retrieval import rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 from mmclip.sources import Source
 
@@ -62,12 +62,12 @@ class EvalSource:
         """success@1 of both directions, natively and by cosine, on the main pool: what is watched while training."""
         data = self.eval_data(model, dataclasses.replace(runner, progress=False), with_distractors=False)
         scorings = {"native": Exponents(*(float(g) for g in native)), "cosine": Normalization.COSINE.exponents}
-        sides, pairs = {"image": data.image, "text": data.text}, {"image": data.pairs, "text": data.pairs.flip(1)}
         numbers = {}
-        for direction in CLIP_DIRECTIONS:
-            query, document = direction.roles(sides)
-            for name, ranking in rank(query, document, pairs[direction.query_side], scorings).items():
-                success = metrics.per_query(ranking.ranks, ranking.offsets)["success@1"].mean()
+        for direction, rankings in zip(
+            CLIP_DIRECTIONS, rank_both_ways(data.image, data.text, data.pairs, scorings), strict=True
+        ):
+            for name, ranking in rankings.items():
+                success = metrics.success_at(1, ranking.ranks, ranking.offsets).mean()
                 numbers[f"val_{direction.value}_success@1_{name}"] = float(success)
         return numbers
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mmclip import diagnostics, metrics
 from mmclip.errors import UsageError, one_line
 from mmclip.files import write_atomically, write_text_atomically
 from mmclip.pools import MAIN_POOL, EvalData, Pool, make_pools
-from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, rank
+from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, Direction, Exponents, magnitude
 
 __all__ = ["EvalData", "Results", "evaluate", "load_results", "save_results"]
@@ -75,13 +76,14 @@ def evaluate(
     resamples: int = metrics.RESAMPLES,
     seed: int = 0,
     block_bytes: int = BLOCK_BYTES,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Results:
     """Every pool of ``data`` in both directions.
 
     native: the trained exponents, by role, applied to the roles of each direction. facts: what only the caller knows,
     {"model", "trained_with": {...}, "data": {"path", "split"}}; copied, with the counts added to "data".
-    resamples, seed: of the bootstrap. progress: called with "POOL DIRECTION" before each is ranked.
+    resamples, seed: of the bootstrap. block_bytes: working memory of the ranking beside the embeddings. progress:
+    called with (pool's name, scores done, scores in all) while a pool is ranked.
     Errors: UsageError for unusable exponents; EvalData has checked the rest.
 
     >>> import torch
@@ -100,12 +102,16 @@ def evaluate(
     for pool in make_pools(data):
         retrieval: Json = {}
         lengths: Json = {}
-        for direction in CLIP_DIRECTIONS:
-            if progress is not None:
-                progress(f"{pool.name} {direction.value}")
-            retrieval[direction.value], side = _one_direction(
-                pool, direction, scorings, per_query, resamples, seed, block_bytes
-            )
+        ways = rank_both_ways(
+            *CLIP_DIRECTIONS[0].roles(pool.vectors),
+            pool.pairs,
+            scorings,
+            top_k={"cosine": diagnostics.TOP_K},
+            block_bytes=block_bytes,
+            progress=partial(progress, pool.name) if progress is not None else None,
+        )
+        for direction, rankings in zip(CLIP_DIRECTIONS, ways, strict=True):
+            retrieval[direction.value], side = _one_direction(pool, direction, rankings, per_query, resamples, seed)
             lengths[direction.document_side] = side
         pools[pool.name] = {
             "n_images": len(pool.vectors["image"]),
@@ -142,36 +148,38 @@ def evaluate(
 def _one_direction(
     pool: Pool,
     direction: Direction,
-    scorings: Mapping[str, Exponents],
+    rankings: Mapping[str, Ranking],
     per_query: dict[str, Array],
     resamples: int,
     seed: int,
-    block_bytes: int,
 ) -> tuple[Json, Json]:
     """({scoring: numbers}, the document side's lengths); puts every query's numbers into ``per_query``."""
-    query, document = direction.roles(pool.vectors)
-    pairs = pool.pairs_for(direction.query_side)
-    rankings = rank(query, document, pairs, scorings, top_k={"cosine": diagnostics.TOP_K}, block_bytes=block_bytes)
     queries = rankings["cosine"].queries
     clusters = pool.clusters[direction.query_side][queries]
     prefix = f"{pool.name}/{direction.value}"
     per_query[f"{prefix}/queries"] = queries
     per_query[f"{prefix}/clusters"] = clusters
 
-    every = {name: metrics.per_query(r.ranks, r.offsets) for name, r in rankings.items()}
-    columns = [every[name][rate] for name in rankings for rate in metrics.RATES]
+    # Scorings that rank alike share one Ranking: one set of numbers, equal to the last digit of every interval.
+    distinct = {id(r): r for r in rankings.values()}
+    every = {key: metrics.per_query(r.ranks, r.offsets, r.gains) for key, r in distinct.items()}
+    columns = [every[key][rate] for key in distinct for rate in metrics.RATES]
     found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
-    numbers: Json = {}
+    means = {key: {rate: next(found) for rate in metrics.RATES} for key in distinct}
     several = len(np.unique(clusters)) > 1  # one cluster has no spread, which is not the same as certainty
+    numbers: Json = {}
     for name, r in rankings.items():
-        means = {rate: next(found) for rate in metrics.RATES}
-        numbers[name] = {rate: value for rate, (value, _, _) in means.items()}
-        numbers[name]["median_rank"] = float(np.median(every[name]["first_rank"]))
-        numbers[name]["ci"] = {rate: [lo, hi] if several else None for rate, (_, lo, hi) in means.items()}
+        mine, values = means[id(r)], every[id(r)]
+        numbers[name] = {rate: value for rate, (value, _, _) in mine.items()}
+        numbers[name]["median_rank"] = float(np.median(values["first_rank"]))
+        numbers[name]["mean_rank"] = float(np.mean(values["first_rank"]))
+        numbers[name]["ci"] = {rate: [lo, hi] if several else None for rate, (_, lo, hi) in mine.items()}
         numbers[name]["tied_queries"] = r.n_tied
+        if too_few := metrics.clamped(r.n_documents):
+            numbers[name]["clamped_k"] = too_few
         for kind in KINDS:
             dtype = np.int32 if kind == "first_rank" else np.float32
-            per_query[f"{prefix}/{name}/{kind}"] = every[name][kind].astype(dtype)
+            per_query[f"{prefix}/{name}/{kind}"] = values[kind].astype(dtype)
     return numbers, _lengths(pool, direction, rankings["cosine"], per_query, resamples, seed)
 
 
@@ -188,15 +196,10 @@ def _lengths(
     per_query[f"{prefix}/topk_moments"] = moments
     per_query[f"{prefix}/length_level"] = np.array([level])
     how: Any = {"resamples": resamples, "seed": seed}
-    top = f"the queries' {cosine.top_ids.shape[1]} best by cosine"
-    effects = {
-        "topk": diagnostics.effect(moments, level, clusters, what=top, **how),
-        "corpus": diagnostics.corpus_effect(length, cosine.documents, pool.clusters[side], **how),
-        "pairs": diagnostics.pairs_effect(length, cosine.offsets, cosine.documents, clusters, **how),
-    }
-    section: Json = {**diagnostics.summary(length), "cohens_d": _with_reasons(effects)}
+    effects = diagnostics.length_effects(length, cosine, clusters, pool.clusters[side], **how)
+    section: Json = {**diagnostics.summary(length), "cohens_d": diagnostics.with_reasons(effects)}
     follows = {name: diagnostics.spearman(length[v >= 0], v[v >= 0]) for name, v in pool.whole[side].items()}
-    section["spearman"] = _with_reasons(follows)
+    section["spearman"] = diagnostics.with_reasons(follows)
     top_args = (cosine.top_ids, cosine.top_relevant, clusters)
     section["by_document"] = {
         name: diagnostics.by_document_group(length, group, names, *top_args, **how)
@@ -217,16 +220,6 @@ def _groups(pool: Pool, side: str) -> dict[str, tuple[Array, list[str]]]:
         place = {v: i for i, v in enumerate(names)}
         groups[name] = np.array([place.get(v, -1) for v in values]), names
     return groups
-
-
-def _with_reasons(effects: Mapping[str, diagnostics.Effect]) -> Json:
-    """{name: value}; where the value is None, {name: None, name_reason: why}."""
-    section: Json = {}
-    for name, (value, reason) in effects.items():
-        section[name] = value
-        if reason is not None:
-            section[f"{name}_reason"] = reason
-    return section
 
 
 def save_results(results: Results, folder: str | Path) -> Path:

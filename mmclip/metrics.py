@@ -6,7 +6,10 @@ follow ir_measures' definitions: CLIP papers' "R@k" with several captions is suc
     success@k   1 if a relevant document is among the first k
     recall@k    the fraction of the relevant documents among the first k
     mrr@k       1 / rank of the first relevant document, 0 beyond k
-    ndcg@k      binary gains over log2(1 + rank), divided by the best reachable with min(relevant, k) documents
+    ndcg@k      gains over log2(1 + rank), divided by the best that k documents can reach; gains are 1 unless given
+    map         the mean, over the relevant documents, of the share of relevant ones down to their rank
+
+k above the number of candidates asks for all of them (:func:`clamped` names such rates).
 
 Intervals are percentile bootstraps over **clusters** of queries: the captions of one image are not independent
 questions, so they are drawn together.
@@ -14,12 +17,13 @@ questions, so they are drawn together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-RATES = ("success@1", "success@5", "success@10", "recall@5", "mrr@10", "ndcg@10")
+RATES = ("success@1", "success@5", "success@10", "recall@5", "mrr@10", "ndcg@10", "map")
 LEVEL = 0.95  # of every interval
 RESAMPLES = 1000
 _CHUNK = 2**22  # resampled cluster numbers held at once
@@ -56,17 +60,40 @@ def mrr_at(k: int, ranks: Array, offsets: Array) -> Array:
     return np.where(first <= k, 1.0 / first, 0.0)
 
 
-def ndcg_at(k: int, ranks: Array, offsets: Array) -> Array:
-    """[Q] normalized discounted gains.
+def ndcg_at(k: int, ranks: Array, offsets: Array, gains: ArrayLike | None = None) -> Array:
+    """[Q] normalized discounted gains; gains [P] of the documents, 1 by default, used as they are (as trec_eval does).
 
     >>> ndcg_at(10, np.array([1, 2, 3]), np.array([0, 2, 3]))  # perfect; and 1 / log2(4)
     array([1. , 0.5])
+    >>> ndcg_at(1, np.array([1, 2]), np.array([0, 2]), gains=[1, 4])  # the better one stands second
+    array([0.25])
     """
-    ranks = np.asarray(ranks, dtype=np.float64)
-    gain = np.add.reduceat(np.where(ranks <= k, 1.0 / np.log2(1.0 + ranks), 0.0), offsets[:-1])
-    ideal = np.cumsum(1.0 / np.log2(1.0 + np.arange(1, k + 1)))
-    reachable: Array = ideal[np.minimum(np.diff(offsets), k) - 1]
-    return gain / reachable
+    g = np.ones(len(ranks)) if gains is None else np.asarray(gains, dtype=np.float64)
+    order = np.lexsort((-g, _query_numbers(offsets)))
+    best_ranks = 1 + np.arange(len(g)) - np.repeat(offsets[:-1], np.diff(offsets))
+
+    def discounted(g: Array, r: Array) -> Array:
+        found: Array = np.add.reduceat(np.where(r <= k, g / np.log2(1.0 + r), 0.0), offsets[:-1])
+        return found
+
+    return discounted(g, np.asarray(ranks)) / discounted(g[order], best_ranks)
+
+
+def average_precision(ranks: Array, offsets: Array) -> Array:
+    """[Q] average precisions; their mean is map.
+
+    >>> average_precision(np.array([4, 1, 2]), np.array([0, 2, 3]))  # (1/1 + 2/4) / 2; and 1/2
+    array([0.75, 0.5 ])
+    """
+    ordered = np.asarray(ranks)[np.lexsort((ranks, _query_numbers(offsets)))]
+    place = 1 + np.arange(len(ordered)) - np.repeat(offsets[:-1], np.diff(offsets))
+    precision: Array = np.add.reduceat(place / ordered, offsets[:-1])
+    return precision / np.diff(offsets)
+
+
+def _query_numbers(offsets: Array) -> Array:
+    """[P]: which query each rank belongs to."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
 def first_rank(ranks: Array, offsets: Array) -> Array:
@@ -74,23 +101,65 @@ def first_rank(ranks: Array, offsets: Array) -> Array:
     return np.minimum.reduceat(np.asarray(ranks, dtype=np.int64), offsets[:-1])
 
 
-def per_query(ranks: ArrayLike, offsets: ArrayLike) -> dict[str, Array]:
-    """Every rate of RATES, and ``first_rank``, for every query: name -> [Q].
+def cutoff(rate: str) -> int | None:
+    """k of a rate's name; None for map, which has none. Errors: ValueError naming what is valid.
 
-    ranks [P]: ranks of relevant documents, grouped by query; offsets [Q + 1], rising.
-    Errors: ValueError for a query without a relevant document (leave it out) or ranks below 1.
+    >>> cutoff("recall@20")
+    20
+    """
+    kind, _, k = rate.partition("@")
+    if rate == "map":
+        return None
+    if kind not in ("success", "recall", "mrr", "ndcg") or not k.isdecimal() or int(k) < 1:
+        raise ValueError(f"no rate {rate!r}; valid are success@K, recall@K, mrr@K, ndcg@K with K from 1 on, and map")
+    return int(k)
+
+
+def clamped(n_candidates: int, rates: Iterable[str] = RATES) -> dict[str, int]:
+    """The rates whose k exceeds the number of candidates, with the k that they amount to.
+
+    >>> clamped(4, ["success@1", "success@5", "map"])
+    {'success@5': 4}
+    """
+    return {rate: n_candidates for rate in rates if (cutoff(rate) or 0) > n_candidates}
+
+
+def per_query(
+    ranks: ArrayLike, offsets: ArrayLike, gains: ArrayLike | None = None, rates: Iterable[str] = RATES
+) -> dict[str, Array]:
+    """Every one of ``rates``, and ``first_rank``, for every query: name -> [Q].
+
+    ranks [P]: ranks of relevant documents, grouped by query; offsets [Q + 1], rising; gains [P]: how relevant, for
+    ndcg.
+    Errors: ValueError for a query without a relevant document (leave it out), ranks below 1, or an unknown rate.
     """
     r, o = np.asarray(ranks), np.asarray(offsets)
     if len(o) < 2 or o[0] != 0 or o[-1] != len(r) or (np.diff(o) < 1).any():
         raise ValueError(f"offsets must rise from 0 to the number of ranks, {len(r)}: every query needs a rank")
     if r.min() < 1:
         raise ValueError(f"ranks start at 1; received {r.min()}")
-    values = {f"success@{k}": success_at(k, r, o) for k in (1, 5, 10)}
-    values["recall@5"] = recall_at(5, r, o)
-    values["mrr@10"] = mrr_at(10, r, o)
-    values["ndcg@10"] = ndcg_at(10, r, o)
+    values = {}
+    for rate in rates:
+        k = cutoff(rate)
+        if k is None:
+            values[rate] = average_precision(r, o)
+        elif rate.startswith("ndcg"):
+            values[rate] = ndcg_at(k, r, o, gains)
+        else:
+            measure = {"success": success_at, "recall": recall_at, "mrr": mrr_at}[rate.partition("@")[0]]
+            values[rate] = measure(k, r, o)
     values["first_rank"] = first_rank(r, o)
     return values
+
+
+def cluster_draws(n: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
+    """How often each of n clusters is in a bootstrap sample of n of them: chunks [b, n], ``resamples`` rows in all."""
+    rng = np.random.default_rng(seed)
+    chunk = max(1, _CHUNK // n)
+    for start in range(0, resamples, chunk):
+        b = min(chunk, resamples - start)
+        drawn = rng.integers(0, n, size=(b, n)) + n * np.arange(b)[:, None]
+        yield np.bincount(drawn.ravel(), minlength=b * n).reshape(b, n).astype(np.float64)
 
 
 def cluster_sums(
@@ -106,15 +175,7 @@ def cluster_sums(
     n = len(names)
     by_cluster = np.zeros((n, v.shape[1]))
     np.add.at(by_cluster, member, v)
-    rng = np.random.default_rng(seed)
-    chunk = max(1, _CHUNK // n)
-    sums = np.empty((resamples, v.shape[1]))
-    for start in range(0, resamples, chunk):
-        stop = min(start + chunk, resamples)
-        drawn = rng.integers(0, n, size=(stop - start, n)) + n * np.arange(stop - start)[:, None]
-        times = np.bincount(drawn.ravel(), minlength=(stop - start) * n).reshape(stop - start, n)
-        sums[start:stop] = times.astype(np.float64) @ by_cluster
-    return sums
+    return np.concatenate([times @ by_cluster for times in cluster_draws(n, resamples=resamples, seed=seed)])
 
 
 def interval(samples: ArrayLike) -> tuple[float, float]:

@@ -41,9 +41,13 @@ def check_model(model: str, pretrained: str | None) -> None:
     """
     config = read_model_config(model)
     refuse_coca(model, config["model_cfg"] if config else {})
-    is_path = pretrained is not None and ("/" in pretrained or Path(pretrained).suffix in WEIGHT_SUFFIXES)
-    if pretrained is not None and is_path and not Path(pretrained).is_file():
+    if pretrained is not None and names_a_file(pretrained) and not Path(pretrained).is_file():
         raise UsageError(f"--pretrained {one_line(pretrained)}: no such file")
+
+
+def names_a_file(pretrained: str) -> bool:
+    """Whether a --pretrained means a checkpoint file and not one of open_clip's tags."""
+    return "/" in pretrained or Path(pretrained).suffix in WEIGHT_SUFFIXES
 
 
 def refuse_coca(model: str, config: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.errors import UsageError
-from mmclip.retrieval import check_finite, group_pairs
+from mmclip.relevance import group_pairs
+from mmclip.sides import lengths
 
 Array = NDArray[Any]
 FULL = "full"
@@ -72,7 +73,7 @@ class EvalData:
                     f"{side} embeddings of shape {list(x.shape)}: at least one row and the images' dimension, "
                     f"[n, {dim}], is needed"
                 )
-            check_finite(x, side)
+            lengths(x, side)  # checks that every value is finite
         for name, values, n in (
             ("image_keys", self.image_keys, len(self.image)),
             ("captions", self.captions, len(self.text)),
@@ -113,10 +114,6 @@ class Pool:
     clusters: dict[str, Array]
     whole: dict[str, dict[str, Array]] = field(default_factory=dict)
     named: dict[str, dict[str, Array]] = field(default_factory=dict)
-
-    def pairs_for(self, query_side: str) -> Array:
-        """Pairs [P, 2] as (query row, document row)."""
-        return self.pairs if query_side == "image" else self.pairs[:, ::-1]
 
 
 def make_pools(data: EvalData) -> list[Pool]:

@@ -136,6 +136,15 @@ def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | 
         return scale * (q @ d.T)
 
 
+def mean_length_factors(query: Tensor, document: Tensor, exponents: Exponents) -> Tensor:
+    """[E[|q|**(1 - gamma_q)], E[|d|**(1 - gamma_d)]] of raw query [Q, D] and document [N, D], shape [2].
+
+    alpha times their product is the effective scale: what alpha would be if every length that is kept were 1.
+    """
+    gamma_q, gamma_d = exponents
+    return torch.stack([magnitude(query).pow(1 - gamma_q).mean(), magnitude(document).pow(1 - gamma_d).mean()])
+
+
 SCALE_INIT = 1 / 0.07  # CLIP's initial temperature, as an effective scale
 SCALE_MAX = 100.0  # CLIP's clamp, as an effective scale
 MEMORY = 0.9  # share of the running length factors kept at each step
@@ -220,8 +229,7 @@ class RoleSimilarity(nn.Module):
         """
         if not len(query) or not len(document):
             return
-        gamma_q, gamma_d = self.exponents
-        now = torch.stack([magnitude(query).pow(1 - gamma_q).mean(), magnitude(document).pow(1 - gamma_d).mean()])
+        now = mean_length_factors(query, document, self.exponents)
         factors = self.length_factors(direction)
         if self.is_calibrated(direction):
             factors.lerp_(now.to(factors), 1 - MEMORY)

@@ -173,6 +173,12 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
         )
         for direction in CLIP_DIRECTIONS
     }
+    first = next(iter(runs.values())).pools[pool]["retrieval"]
+    for direction in CLIP_DIRECTIONS:
+        too_few = first[direction.value][NATIVE].get("clamped_k", {})
+        if too_few:
+            n = next(iter(too_few.values()))
+            said[f"{direction.value} has {n} candidates: {', '.join(too_few)} take all of them"] = list(runs)
     if any(ties.values()):
         told = ", ".join(f"{n} {d}" for d, n in ties.items())
         said[f"tied queries, at most {told}: counted against the model"] = list(runs)

@@ -44,3 +44,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.benchmarking import make_plain
+
+    return make_plain(tiny_data, tmp_path_factory.mktemp("plain") / "plain")
+
+
+@pytest.fixture(scope="session")
+def learned_run(plain: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.benchmarking import make_run
+
+    return make_run(plain, tiny_model, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture(scope="session")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.benchmarking import make_classes
+
+    return make_classes(tmp_path_factory.mktemp("classes") / "colours")

@@ -114,6 +114,9 @@ def test_summary_of_little_or_nothing_is_json():
     for lengths in ([], [1.0], [0.0, 0.0], [1.0, 2.0]):
         json.dumps(diagnostics.summary(lengths), allow_nan=False)
     assert diagnostics.summary([2.0, 4.0])["cv"] == pytest.approx(np.sqrt(2) / 3)
+    quantiles = diagnostics.summary(np.arange(101))["quantiles"]
+    assert quantiles == {"0.05": 5.0, "0.25": 25.0, "0.5": 50.0, "0.75": 75.0, "0.95": 95.0}
+    assert diagnostics.summary([])["quantiles"] is None
 
 
 def test_spearman_equals_scipy():

@@ -69,6 +69,8 @@ def test_results_have_the_documented_shape_and_values():
             lo, hi = numbers["ci"][rate]
             assert lo <= numbers[rate] <= hi
         assert numbers["median_rank"] == np.median(expected["first_rank"])
+        assert numbers["mean_rank"] == np.mean(expected["first_rank"])
+        assert "clamped_k" not in numbers
         assert r["retrieval"][direction]["qnorm"] == r["retrieval"][direction]["native"]
         assert np.array_equal(results.query_values("retrieval", direction, "dot", "first_rank"), expected["first_rank"])
     d = r["magnitude"]["image"]["cohens_d"]
@@ -114,6 +116,7 @@ def test_captions_relevant_to_many_images_and_images_without_captions():
     results = run_of(data, COSINE)
     assert results.json["data"]["n_queries"] == {"i2t": 3, "t2i": 2}
     assert results.array("retrieval/t2i/clusters").tolist() == [2, 2]  # the owner's, not the first pair's
+    assert results.json["retrieval"]["t2i"]["dot"]["clamped_k"]["success@5"] == 4
     assert results.query_values("retrieval", "t2i", "cosine", "first_rank").tolist() == [2, 1]
     assert results.query_values("retrieval", "i2t", "cosine", "first_rank").tolist() == [2, 1, 1]
     one_cluster = results.json["retrieval"]["t2i"]["cosine"]["ci"]["success@1"]
@@ -189,6 +192,12 @@ def test_unusable_data_is_one_line(changes, words):
     with pytest.raises(UsageError, match=words) as error:
         eval_data(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_progress_is_told_by_pool():
+    told = []
+    evaluate(rich_data(), QNORM, {}, resamples=10, progress=lambda *a: told.append(a))
+    assert told == [("retrieval", 72_000, 72_000), ("full", 43_200, 43_200), ("distractors", 104_000, 104_000)]
 
 
 def test_missing_per_query_numbers_name_what_is_there():

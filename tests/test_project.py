@@ -22,8 +22,12 @@ FORBIDDEN = {
     "data": {"metrics", "retrieval", "evaluation", "losses", "towers", "training"},
     "metrics": None,  # imports nothing of ours
     "embeddings": {"retrieval", "metrics", "evaluation", "losses", "training"},
+    "scored_model": {"towers", "build", "data", "losses", "retrieval", "evaluation", "training"},
     "retrieval": {"towers", "data", "losses", "evaluation", "training"},
     "diagnostics": {"towers", "data", "losses", "evaluation", "training"},
+    "geometry": {"towers", "data", "losses", "evaluation", "training"},
+    "fisher": {"towers", "data", "losses", "evaluation", "training"},
+    "diagnose": {"towers", "build", "data", "losses", "evaluation", "training"},
     "evaluation": {"towers", "build", "losses", "training", "run"},
     "config": {"similarity", "losses", "training", "build"},
 }

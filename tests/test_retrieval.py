@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.errors import UsageError
-from mmclip.retrieval import Ranking, group_pairs, rank
-from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, Exponents, Normalization, score
+from mmclip.retrieval import Ranking, rank, rank_both_ways
+from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization, score
 
 SCORINGS = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {"native": Exponents(0.3, 0.6)}
 
@@ -71,39 +71,38 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]
     return image, text, pairs, draw(st.sampled_from([1, 500, 1 << 20]))
 
 
-@pytest.mark.parametrize("shared", [True, False])
+def both_directions(image, text, pairs, **options):
+    """direction -> (query, document, (query row, document row) pairs, rankings), by one product for both."""
+    i2t, t2i = rank_both_ways(torch.as_tensor(image), torch.as_tensor(text), np.array(pairs), SCORINGS, **options)
+    turned = [(t, i) for i, t in pairs]
+    return {"i2t": (image, text, pairs, i2t), "t2i": (text, image, turned, t2i)}
+
+
 @given(case=cases())
-def test_ranks_and_best_equal_the_oracle_in_both_directions(shared, case):
+def test_ranks_and_best_equal_the_oracle_in_both_directions(case):
     image, text, pairs, block_bytes = case
-    sides = {"image": image, "text": text}
-    for direction in CLIP_DIRECTIONS:
-        query, document = direction.roles(sides)
-        own = pairs if direction.query_side == "image" else [(t, i) for i, t in pairs]
-        tensors = (torch.tensor(x, dtype=torch.float32) for x in (query, document))
-        found = rank(
-            *tensors, np.array(own), SCORINGS, top_k=dict.fromkeys(SCORINGS, 4), block_bytes=block_bytes, shared=shared
-        )
+    image, text = image.astype(np.float32), text.astype(np.float32)
+    options = {"top_k": dict.fromkeys(SCORINGS, 4), "block_bytes": block_bytes}
+    for query, document, own, found in both_directions(image, text, pairs, **options).values():
+        alone = rank(torch.tensor(query), torch.tensor(document), np.array(own), SCORINGS, **options)
         for name in SCORINGS:
-            # Away from exact ties the two paths may round differently: compare where the oracle's own scores are
-            # either equal or clearly apart, which integer vectors make them.
+            # Integer vectors: the oracle's own scores are either equal or clearly apart.
             check(found[name], query, document, own, name)
+            check(alone[name], query, document, own, name)
 
 
-@pytest.mark.parametrize("per_query", [1, 5, 60])
-def test_the_shared_product_equals_each_formula_on_real_numbers(per_query):
-    gen = torch.Generator().manual_seed(per_query)
-    q, d = torch.randn(37, 24, generator=gen), torch.randn(37 * per_query, 24, generator=gen)
-    pairs = np.array([[j // per_query, j] for j in range(len(d))])
-    for query, document, own in ((q, d, pairs), (d, q, pairs[:, ::-1])):
-        k = dict.fromkeys(SCORINGS, 7)
-        shared = rank(query, document, own, SCORINGS, top_k=k, block_bytes=10_000)
-        apart = rank(query, document, own, SCORINGS, top_k=k, shared=False)
-        for name in SCORINGS:
-            assert np.array_equal(shared[name].ranks, apart[name].ranks)
-            assert np.array_equal(shared[name].top_ids, apart[name].top_ids)
-        for one, other in (("cosine", "dnorm"), ("dot", "qnorm")):
-            assert np.array_equal(apart[one].ranks, apart[other].ranks)  # Prop. 4.1
-        assert not np.array_equal(apart["cosine"].ranks, apart["dot"].ranks)
+def test_less_relevant_documents_stand_first_among_equals():
+    query, document = torch.ones(1, 2), torch.ones(4, 2)
+    found = rank(query, document, [[0, 0], [0, 2], [0, 3]], SCORINGS, gains=[3, 1, 2], top_k={"dot": 4})["dot"]
+    assert found.gains.tolist() == [3, 1, 2]
+    assert found.ranks.tolist() == [4, 2, 3]
+    assert found.top_ids.tolist() == [[1, 2, 3, 0]]
+
+
+def test_progress_ends_at_all_scores():
+    x, told = torch.randn(9, 3), []
+    rank_both_ways(x, x[:5], [[0, 0]], SCORINGS, block_bytes=1, progress=lambda *a: told.append(a))
+    assert len(told) > 1 and told == sorted(told) and told[-1] == (45, 45)
 
 
 def test_the_two_directions_of_qnorm_are_two_matrices():
@@ -122,7 +121,7 @@ def test_equal_vectors_tie_wherever_they_stand_and_whatever_the_block():
     one = torch.randn(1, 33, generator=gen)
     query, document = torch.randn(50, 33, generator=gen), one.expand(203, 33).contiguous()
     pairs = np.array([[i, i] for i in range(50)])
-    for block_bytes in (1, 30_000, 1 << 26):
+    for block_bytes in (100_000, 1 << 26):
         found = rank(query, document, pairs, SCORINGS, top_k={"dot": 3}, block_bytes=block_bytes)
         for ranking in found.values():
             assert (ranking.ranks == 203).all()  # a collapsed model is at the bottom
@@ -163,18 +162,15 @@ def test_k_above_the_candidates_is_clamped():
         ({"pairs": [[-1, 0]]}, "query row -1"),
         ({"pairs": np.empty((0, 2))}, "at least one"),
         ({"pairs": [0, 1]}, r"shape \[P, 2\]"),
+        ({"gains": [0.0]}, "above 0"),
+        ({"gains": [1.0, 1.0]}, r"gains of shape \[2\] for 1"),
     ],
 )
 def test_bad_input_is_one_line(change, words):
     given_ = {"query": torch.ones(3, 2), "document": torch.ones(2, 2), "pairs": [[0, 0]]} | change
     with pytest.raises(UsageError, match=words) as error:
-        rank(given_["query"], given_["document"], given_["pairs"], SCORINGS)
+        rank(given_["query"], given_["document"], given_["pairs"], SCORINGS, gains=given_.get("gains"))
     assert "\n" not in str(error.value)
-
-
-def test_repeated_pairs_count_once():
-    queries, offsets, documents = group_pairs(np.array([[1, 0], [1, 0], [1, 2]]), 2, 3)
-    assert (queries.tolist(), offsets.tolist(), documents.tolist()) == ([1], [0, 2], [0, 2])
 
 
 def test_cosine_hits_equal_clip_benchmark():

@@ -89,12 +89,15 @@ def test_a_narrow_console_cuts_names_not_numbers(runs):
     assert groups_table(runs, "text", "colour") is None
 
 
-def test_ties_are_told(runs):
+def test_ties_and_a_clamped_k_are_told(runs):
     x = torch.ones(4, 3)
     data = EvalData(x, x, torch.tensor([[i, i] for i in range(4)]), list("abcd"), list("abcd"))
     tied = evaluate(data, Exponents(1.0, 0.0), {"model": "m"}, resamples=10)
     assert "tied queries, at most 4 i2t, 4 t2i: counted against the model" in notes({"m": tied})
     assert "at most 4 i2t" in printed(print_run, tied)
+    assert "i2t has 4 candidates: success@5, success@10, recall@5, mrr@10, ndcg@10 take all of them" in notes(
+        {"m": tied}
+    )
 
 
 def test_an_open_verdict_prints_its_reason(runs):

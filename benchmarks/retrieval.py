@@ -1,0 +1,226 @@
+"""How fast and in how much memory retrieval is evaluated, against clip-benchmark's own metric functions.
+
+    python benchmarks/retrieval.py                  5,000 images x 25,000 captions, 512 numbers each: minutes
+    python benchmarks/retrieval.py --large          20,000 x 100,000, 64 numbers each, mmclip alone
+    python benchmarks/retrieval.py --images 500     a quick look
+
+Both contestants get the same random embeddings, in which a caption is its image's vector plus noise. mmclip ranks by
+all four scorings (cosine, dot, qnorm, dnorm) in both directions; clip-benchmark by cosine, in both directions, as its
+zeroshot_retrieval.evaluate does once all is encoded: a dense score matrix, then batchify(recall_at_k) for each k.
+
+Each measurement is a process of its own, and the contestants take turns, so that a busy machine slows both. Seconds are
+of ranking and metrics, not of making the data, by the clock and by CPU time, which other programs disturb less. Memory
+is the process's peak resident size (ru_maxrss) less what it was after the imports: it includes the embeddings. Medians
+are compared; the last line is the ratio.
+
+The numbers must agree too: success@k may differ in as many queries as are tied by cosine, since clip-benchmark breaks
+ties by chance and mmclip against the model. The exit code is 1 where they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+CONTESTANTS = ("mmclip", "clip-benchmark")
+MEASURED = ("seconds", "cpu", "mib")
+THEIR_BATCH = 64  # clip-benchmark's default --batch_size, which is how many queries it looks at together
+LARGE = {"images": 20_000, "captions": 5, "dim": 64}
+SMALLER = {"images": 5_000, "captions": 5, "dim": 64}  # with LARGE, two points of a line
+HUGE = (100_000, 500_000)  # images and captions to which memory is extrapolated
+
+Json = dict[str, Any]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--images", type=int, default=5_000, metavar="N")
+    p.add_argument("--captions", type=int, default=5, metavar="N", help="of each image (default: 5)")
+    p.add_argument("--dim", type=int, default=512, metavar="D", help="numbers of an embedding (default: 512)")
+    p.add_argument(
+        "--noise", type=float, default=4.0, help="caption = image + NOISE * random (default: 4; more is harder)"
+    )
+    p.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="of success@k (default: 1 5 10)")
+    p.add_argument("--rounds", type=int, default=3, help="measurements of each contestant (default: 3)")
+    p.add_argument("--threads", type=int, default=1, help="of each contestant (default: 1)")
+    p.add_argument("--block-bytes", type=int, metavar="B", help="mmclip's working memory (default: mmclip's own)")
+    p.add_argument("--lists", type=int, default=0, metavar="K", help="let mmclip also list the best K by cosine")
+    p.add_argument(
+        "--large",
+        action="store_true",
+        help="20,000 x 100,000 at D = 64, mmclip alone, once; memory extrapolated to 100,000 x 500,000: embeddings and "
+        "results grow with images + captions and the rest is constant, so a line through two measured sizes says it",
+    )
+    p.add_argument("--measure", choices=CONTESTANTS, help=argparse.SUPPRESS)  # what a process of its own is told
+    p.add_argument("--bar", action="store_true", help=argparse.SUPPRESS)
+    return p
+
+
+def peak_mib() -> float:
+    """The largest resident size so far, in MiB."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size / 2**20 if sys.platform == "darwin" else size / 1024
+
+
+def spent(wall: float, cpu: float) -> Json:
+    return {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def embeddings(images: int, captions: int, dim: int, noise: float) -> tuple[Any, Any]:
+    """(image [N, D], text [N * captions, D]), made in place so that making them is no peak."""
+    import torch
+
+    gen = torch.Generator().manual_seed(0)
+    image = torch.randn(images, dim, generator=gen)
+    text = torch.randn(images, captions, dim, generator=gen)
+    text.mul_(noise).add_(image[:, None])
+    return image, text.view(-1, dim)
+
+
+def measure_mmclip(args: argparse.Namespace) -> Json:
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from mmclip import metrics
+    from mmclip.retrieval import BLOCK_BYTES, rank_both_ways
+    from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS
+
+    imported = peak_mib()
+    image, text = embeddings(args.images, args.captions, args.dim, args.noise)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not args.bar) as bar:
+        task = bar.add_task(f"{len(image)} x {len(text)}")
+        start = time.perf_counter(), time.process_time()
+        caption = np.arange(len(text))
+        ways = rank_both_ways(
+            image,
+            text,
+            np.column_stack([caption // args.captions, caption]),
+            {n.value: n.exponents for n in FIXED_NORMALIZATIONS},
+            top_k={"cosine": args.lists},
+            block_bytes=args.block_bytes or BLOCK_BYTES,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+        rates = [f"success@{k}" for k in args.k]
+        hits: Json = {}
+        for direction, rankings in zip(CLIP_DIRECTIONS, ways, strict=True):
+            for name, ranking in rankings.items():
+                values = metrics.per_query(ranking.ranks, ranking.offsets, rates=rates)
+                hits[f"{direction.value} {name}"] = [int(values[rate].sum()) for rate in rates]
+        took = spent(*start)
+    tied = {d.value: w["cosine"].n_tied for d, w in zip(CLIP_DIRECTIONS, ways, strict=True)}
+    return {**took, "mib": peak_mib() - imported, "hits": hits, "tied": tied}
+
+
+def measure_clip_benchmark(args: argparse.Namespace) -> Json:
+    import torch
+    from clip_benchmark.metrics.zeroshot_retrieval import batchify, recall_at_k
+
+    imported = peak_mib()
+    image, text = embeddings(args.images, args.captions, args.dim, args.noise)
+    start = time.perf_counter(), time.process_time()
+    image, text = (torch.nn.functional.normalize(x, dim=-1) for x in (image, text))
+    scores = text @ image.t()
+    positive = torch.zeros_like(scores, dtype=torch.bool)
+    positive[torch.arange(len(scores)), torch.arange(len(scores)) // args.captions] = True
+    hits: Json = {"t2i cosine": [], "i2t cosine": []}
+    for k in args.k:
+        for name, s, p in (("t2i cosine", scores, positive), ("i2t cosine", scores.T, positive.T)):
+            recall = batchify(recall_at_k, s, p, THEIR_BATCH, "cpu", k=k)
+            hits[name].append(int((recall > 0).sum()))
+    return {**spent(*start), "mib": peak_mib() - imported, "hits": hits}
+
+
+def row(name: str, seconds: float, cpu: float, mib: float) -> str:
+    return f"{name:26} {seconds:8.2f} s {cpu:8.2f} s of CPU {mib:8.0f} MiB"
+
+
+def measured(args: argparse.Namespace, contestant: str, bar: bool = False) -> Json:
+    """What a process of its own finds."""
+    told = ["images", "captions", "dim", "noise", "threads", "lists"] + ["block_bytes"] * (args.block_bytes is not None)
+    command = [sys.executable, str(Path(__file__)), "--measure", contestant, *["--bar"] * bar]
+    for name in told:
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command += ["--k", *map(str, args.k)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"error: measuring {contestant} failed with exit code {done.returncode}")
+    found: Json = json.loads(done.stdout.splitlines()[-1])
+    print(row(contestant, *(found[what] for what in MEASURED)), flush=True)
+    return found
+
+
+def compete(args: argparse.Namespace) -> int:
+    """Take turns; print medians, agreement and, last, the ratio. The exit code."""
+    n_texts = args.images * args.captions
+    print(f"{args.images} images x {n_texts} captions, D = {args.dim}, {args.threads} thread(s)")
+    print("mmclip: four scorings, both directions; clip-benchmark: cosine, both directions", flush=True)
+    found: dict[str, list[Json]] = {name: [] for name in CONTESTANTS}
+    for _ in range(args.rounds):
+        for name in CONTESTANTS:
+            found[name].append(measured(args, name))
+    ours, theirs = (found[name][0] for name in CONTESTANTS)
+    agree = True
+    for direction, n in (("i2t", args.images), ("t2i", n_texts)):
+        a, b, tied = ours["hits"][f"{direction} cosine"], theirs["hits"][f"{direction} cosine"], ours["tied"][direction]
+        rates = ", ".join(f"@{k} {x / n:.4f} | {y / n:.4f}" for k, x, y in zip(args.k, a, b, strict=True))
+        worst = max(abs(x - y) for x, y in zip(a, b, strict=True))
+        agree &= worst <= tied
+        print(f"success {direction}, mmclip | clip-benchmark: {rates}; differ in {worst} of {n} queries, {tied} tied")
+    medians = {name: [median(r[what] for r in found[name]) for what in MEASURED] for name in CONTESTANTS}
+    for name in CONTESTANTS:
+        print(row(f"{name}, median of {args.rounds}", *medians[name]))
+    print("the numbers agree" if agree else "THE NUMBERS DO NOT AGREE")
+    wall, cpu, mib = (b / a for a, b in zip(*medians.values(), strict=True))
+    print(f"ratio: {wall:.1f} times as fast ({cpu:.1f} by CPU time), {1 / mib:.3f} of the memory")
+    return 0 if agree else 1
+
+
+def large(args: argparse.Namespace) -> int:
+    """mmclip alone, at two sizes; memory extrapolated along the line through them."""
+    points = []
+    for size in (SMALLER, LARGE):
+        now = argparse.Namespace(**{**vars(args), **size})
+        rows = now.images * (1 + now.captions)
+        print(f"{now.images} images x {now.images * now.captions} captions, D = {now.dim}, {now.threads} thread(s)")
+        points.append((rows, measured(now, "mmclip", bar=True)))
+    (n1, small), (n2, big) = points
+    slope = (big["mib"] - small["mib"]) / (n2 - n1)
+    mib = big["mib"] + slope * (sum(HUGE) - n2)
+    wide = sum(HUGE) * (512 - LARGE["dim"]) * 4 / 2**20
+    print(
+        f"{HUGE[0]} x {HUGE[1]}, extrapolated: {mib:.0f} MiB at D = {LARGE['dim']} (a line through the two sizes, "
+        f"{1024 * slope:.2f} KiB a row of either side), {mib + wide:.0f} MiB at D = 512 (longer rows of float32)"
+    )
+    print(f"{LARGE['images']} x {LARGE['images'] * LARGE['captions']}: {big['seconds']:.0f} s, {big['mib']:.0f} MiB")
+    return 0
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if args.measure:
+        import torch
+
+        torch.set_num_threads(args.threads)
+        print(json.dumps(measure_mmclip(args) if args.measure == "mmclip" else measure_clip_benchmark(args)))
+        return 0
+    return large(args) if args.large else compete(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
