@@ -11,9 +11,10 @@ from mmclip import distributed, facts
 from mmclip.bank import draw_bank
 from mmclip.build import Model, build_model
 from mmclip.comparison import verdict
-from mmclip.config_evaluate import EvaluateSettings
+from mmclip.config_evaluate import DiagnoseSettings, EvaluateSettings
 from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, trained_scales
 from mmclip.datasets import open_bank, open_evaluation
+from mmclip.diagnostics_table import print_diagnostics
 from mmclip.distractors import parse_distractors
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
@@ -98,15 +99,17 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
         model.facts,
         {"model": settings.model, "versions": facts.versions()},
         bank=bank,
-        fisher=getattr(settings, "fisher", False),
+        fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
         seed=settings.seed,
         block_bytes=settings.block_bytes,
     )
-    return name, _report(results, name, where)
+    return name, _report(results, name, where, isinstance(settings, DiagnoseSettings))
 
 
-def _report(results: Results, name: str, where: Path) -> Results:
+def _report(results: Results, name: str, where: Path, diagnostics: bool) -> Results:
     print_run(results, name, groups=True)
+    if diagnostics:
+        print_diagnostics(results, name)
     print(f"results: {one_line(save_results(results, where))}")
     return results
 

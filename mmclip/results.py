@@ -46,8 +46,9 @@ class Results:
 
     @property
     def pools(self) -> dict[str, Json]:
-        """Pool name -> {"retrieval": ..., "magnitude": ...}, the main pool first."""
+        """Pool name -> {"retrieval", "magnitude", "diagnostics"}, the main pool first."""
         main = {k: self.json[k] for k in ("retrieval", "magnitude")}
+        main["diagnostics"] = self.json.get("diagnostics", {})
         return {MAIN_POOL: main, **self.json.get("pools", {})}
 
     def query_values(self, pool: str, direction: str, scoring: str, metric: str) -> Array:

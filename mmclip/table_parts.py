@@ -46,7 +46,9 @@ def row(table: Table, cells: Iterable[Text | str], style: str = "") -> None:
 def titled(title: object, results: Results | None, pool: str, table: Table) -> Group:
     # Where a table is too wide the first column, a name, may be cut. A number never is.
     for column in table.columns[1:]:
-        column.min_width = max(line.cell_len for c in column.cells if isinstance(c, Text) for line in c.split())
+        column.min_width = max(
+            (line.cell_len for c in column.cells if isinstance(c, Text) for line in c.split()), default=0
+        )
     words = f" · pool {one_line(pool, 40)}"
     if results is not None:
         place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
