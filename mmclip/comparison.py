@@ -79,11 +79,11 @@ def verdict(
     ever saw. baseline: the sym/cosine run. direction: the trained one; a run that trained both needs it named.
 
     LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
-    USEFUL: (1) success@1 native - cosine of the run exceeds the control's dot - cosine: the paired interval lies
-    above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0, yes where
-    its paired interval lies above 0, and open (None) between, where the difference is within noise. Condition (1) alone
-    would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose length says
-    nothing beats it.
+    USEFUL: (1) success@1 native - cosine of the run is above 0 and exceeds the control's dot - cosine: both paired
+    intervals lie above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0,
+    yes where its paired interval lies above 0, and open (None) between, where the difference is within noise. To exceed
+    the control would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose
+    lengths are nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
 
     "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
     Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1.
@@ -152,16 +152,18 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
     own = hits(run, NATIVE) - hits(run, "cosine")
     luck = hits(control, "dot") - hits(control, "cosine")
     gain = metrics.paired_difference(luck, own, clusters, **options)
+    helps = metrics.mean_intervals(own[:, None], clusters, **options)[0]
     report: Json = {
         "metric": metric,
         "native_minus_cosine_run": float(own.mean()),
+        "native_minus_cosine_run_ci": list(helps[1:]),
         "dot_minus_cosine_control": float(luck.mean()),
         "gain": _delta(gain),
         "native_minus_baseline_cosine": None,
     }
-    above = gain[1] > 0
+    above = helps[1] > 0 and gain[1] > 0
     words = (
-        f"length gives {own.mean():+.3f} {metric} against {luck.mean():+.3f} in the control, difference "
+        f"length gives {_signed(*helps, 3)} {metric} against {luck.mean():+.3f} in the control, difference "
         f"{_signed(*gain, 3)}"
     )
     if baseline is None:

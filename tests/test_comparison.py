@@ -165,3 +165,21 @@ def test_trained_directions_follow_loss_and_weight():
     assert of(loss="asym-t2i") == (Direction.T2I,)
     with pytest.raises(UsageError, match="asym-i2t"):
         of()
+
+
+def test_lengths_that_give_nothing_are_not_useful_however_the_control_loses_by_its_own():
+    # The run's lengths are nearly equal and its angles better than the others'; the control's lengths are noise.
+    def run(seed: int, noise: float, spread: float, native: Exponents, loss: str) -> Results:
+        gen = torch.Generator().manual_seed(seed)
+        text = torch.nn.functional.normalize(torch.randn(150, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+        image = text * (spread * torch.randn(150, 1, generator=gen)).exp()
+        text = text + noise * torch.randn(150, 16, generator=gen)
+        keys = [str(i) for i in range(150)]
+        return run_of(EvalData(image, text, torch.arange(150)[:, None].repeat(1, 2), keys, keys), native, loss)
+
+    control, baseline = run(1, 0.2, 0.3, COSINE, "asym-t2i"), run(2, 0.2, 0.3, COSINE, "sym")
+    found = verdict(run(3, 0.14, 0.005, QNORM, "asym-t2i"), control, baseline)["useful"]
+    assert found["gain"]["ci"][0] > 0.2  # the control's loss alone
+    assert found["native_minus_baseline_cosine"]["ci"][0] > 0  # better angles alone
+    assert found["verdict"] is False
+    assert found["native_minus_cosine_run_ci"][0] <= 0
