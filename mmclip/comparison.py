@@ -26,7 +26,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
     """b - a: pool -> direction -> scoring -> metric -> {"delta", "ci", "within_noise"}.
 
     native is compared with native (each run's own exponents), every other scoring with itself. ``within_noise`` says
-    that the interval holds 0. Errors: UsageError where the runs were not evaluated on the same data.
+    that the interval holds 0, or that there is none ("ci" None): all queries are one image's, which have no spread to
+    tell. Errors: UsageError where the runs were not evaluated on the same data.
     """
     _same_data(a, b)
     report: Json = {}
@@ -43,7 +44,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
             ]
             clusters = b.array(f"{pool}/{direction}/clusters")
             found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
-            report[pool][direction] = {s: {m: _delta(next(found)) for m in metrics.RATES} for s in names}
+            several = _several(clusters)
+            report[pool][direction] = {s: {m: _delta(next(found), several) for m in metrics.RATES} for s in names}
     return report
 
 
@@ -104,6 +106,8 @@ def verdict(
     if run.json["evaluation"]["native"]["gamma_d"] == 1:
         blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
         return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
+    if not _several(run.array("/".join((*where, "clusters")))):
+        return report | {kind: _undecided("all queries are one image's") for kind in ("learned", "useful")}
     report["learned"] = _learned(run, control, where, direction, options)
     report["useful"] = _useful(run, control, baseline, where, options)
     return report
@@ -188,9 +192,16 @@ def _signed(delta: float, lo: float, hi: float, digits: int) -> str:
     return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
 
 
-def _delta(found: tuple[float, float, float]) -> Json:
+def _delta(found: tuple[float, float, float], several: bool = True) -> Json:
     delta, lo, hi = found
+    if not several:
+        return {"delta": delta, "ci": None, "within_noise": True}
     return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
+
+
+def _several(clusters: Array) -> bool:
+    """One cluster has no spread, which is not the same as certainty."""
+    return len(np.unique(clusters)) > 1
 
 
 def _same_data(a: Results, b: Results) -> None:

@@ -183,3 +183,17 @@ def test_lengths_that_give_nothing_are_not_useful_however_the_control_loses_by_i
     assert found["native_minus_baseline_cosine"]["ci"][0] > 0  # better angles alone
     assert found["verdict"] is False
     assert found["native_minus_cosine_run_ci"][0] <= 0
+
+
+def test_one_images_queries_have_no_spread_and_decide_nothing():
+    data = eval_data(pairs=torch.tensor([[0, t] for t in range(CAPTIONS)]), owner=[t // CAPTIONS for t in range(600)])
+    longer = data.image * torch.where(torch.arange(N) == 0, 30.0, 1.0)[:, None]
+    run, control = run_of(dataclasses.replace(data, image=longer)), run_of(data, COSINE)
+    change = compare(control, run)["retrieval"]["t2i"]["native"]["success@1"]
+    assert change["delta"] > 0
+    assert (change["ci"], change["within_noise"]) == (None, True)
+    assert run.json["magnitude"]["image"]["cohens_d"]["topk"]["ci"] is None
+    found = verdict(run, control, run_of(data, COSINE, "sym"))
+    for kind in ("learned", "useful"):
+        assert found[kind]["verdict"] is None
+        assert found[kind]["reason"] == "all queries are one image's"
