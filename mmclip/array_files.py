@@ -62,7 +62,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
             with partial.open("wb") as file:  # given a name, numpy would add its own ending
                 np.savez(file, **arrays)  # type: ignore[arg-type]
         else:
-            save_file({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in arrays.items()}, partial)
+            save_file({k: torch.from_numpy(np.require(v, requirements=["C", "W"])) for k, v in arrays.items()}, partial)
 
     write_atomically(path, write)
 
@@ -73,7 +73,7 @@ def json_array(value: Any) -> Array:
     >>> json_array(["a"]).tobytes()
     b'["a"]'
     """
-    return np.frombuffer(json.dumps(value, allow_nan=False).encode("ascii"), dtype=np.uint8)
+    return np.frombuffer(bytearray(json.dumps(value, allow_nan=False), "ascii"), dtype=np.uint8)
 
 
 def read_json_array(array: Array, name: str) -> Any:

@@ -2,7 +2,11 @@
 
     scoring      documents                                queries
     native...    d / |d|**gamma_d                         q / |q|**gamma_q
-    corrected    [d / |d|**gamma_q ; -evidence / alpha]   [q / |q|**gamma_d ; 1]     exponents: the trained direction's
+    corrected    [d / |d|**gamma_q ; (z - e) / alpha]     [q / |q|**gamma_d ; 1]     exponents: the trained direction's
+
+e is a document's log-evidence and z, their mean, is a constant that changes no ranking. A graph needs it: HNSW links
+documents by *their* inner products, and a common large number in the last place would link all of them to those that
+no query wants (docs/serving.md has figures).
 
 An engine that normalizes vectors ("cosine" in most) throws away what the length says, and normalizes the correction in.
 :func:`norm_augmentation` makes rows of length 1 whose cosines rank as the inner products did; :func:`check_engine` asks
@@ -45,12 +49,15 @@ class EngineCheck(NamedTuple):
     kept_by_cosine: float
 
 
-def index_vectors(saved: SavedEmbeddings, direction: Direction, scoring: str = "native") -> tuple[Tensor, Prepare]:
+def index_vectors(
+    saved: SavedEmbeddings, direction: Direction, scoring: str = "native", zero_point: float | None = None
+) -> tuple[Tensor, Prepare]:
     """(documents [N, D'] float32 for an inner-product index, what makes queries of raw vectors [Q, D]).
 
     Never normalize either again. Scores are the model's over alpha, less its constants. scoring: one of SCORINGS;
     native and the four fixed ones act on the roles of ``direction``; corrected and reversed read the opposite
-    direction's trained scores backwards (mmclip.correction).
+    direction's trained scores backwards (mmclip.correction). zero_point: z above, by default the mean of this file's
+    evidence; documents that join an index later need that of the first, ``float(first.evidence["t2i"].mean())``.
     Errors: UsageError for an unknown scoring, and for ``corrected`` without evidence in the file.
     """
     direction = Direction(direction)
@@ -68,8 +75,9 @@ def index_vectors(saved: SavedEmbeddings, direction: Direction, scoring: str = "
                 f"scoring corrected of {direction.value} needs evidence_{direction.value}; there: {there}. "
                 "scripts/embed.py --bank DATA writes it where the model's loss trained the opposite direction"
             )
-        documents = corrected_candidates(document, saved.evidence[direction.value], native, alpha)
-        return documents, lambda query: corrected_queries(query, native)
+        evidence = saved.evidence[direction.value]
+        evidence = evidence - (evidence.mean() if zero_point is None else zero_point)
+        return corrected_candidates(document, evidence, native, alpha), lambda query: corrected_queries(query, native)
     if scoring == "reversed":
         exponents = reversed_exponents(native)
     else:
