@@ -30,7 +30,7 @@ from mmclip.errors import UsageError
 from mmclip.facts import native_exponents
 from mmclip.retrieval import Ranking, rank
 from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
-from mmclip.serving import ROUNDING, balance_last, index_vectors, norm_augmentation, recall_at_k
+from mmclip.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
 
 Array = NDArray[Any]
@@ -81,7 +81,7 @@ def measure(faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: s
           f"{len(queries):,} queries; success@1 {exact.top_relevant[:, 0].mean():.4f}")  # fmt: skip
     relevant = {(int(q), int(d)) for q, d in pairs.tolist()}
     failed = 0
-    for name, strict, search in contestants(faiss, documents, queries, args):
+    for name, strict, search in contestants(faiss, saved, direction, scoring, queries, args):
         ids = search(queries.numpy(), k)
         hit = np.mean([(int(q), int(top)) in relevant for q, top in zip(exact.queries, ids[:, 0], strict=True)])
         line = f"  {name:46} recall@{k} {recall_at_k(documents, queries, ids, k):.4f}  success@1 {hit:.4f}"
@@ -94,9 +94,10 @@ def measure(faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: s
 
 
 def contestants(
-    faiss: Any, documents: Tensor, queries: Tensor, args: argparse.Namespace
+    faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: str, queries: Tensor, args: argparse.Namespace
 ) -> Iterator[tuple[str, bool, Search]]:
     """(name, whether it must be exact, search): queries are the inner product's; each makes of them what it needs."""
+    documents, _ = index_vectors(saved, direction, scoring)
     dim, inner = documents.shape[1], faiss.METRIC_INNER_PRODUCT
 
     def filled(index: Any, rows: Tensor) -> Any:
@@ -125,14 +126,14 @@ def contestants(
     setting = f"HNSW M {args.links}, ef {args.ef_construction}/{args.ef_search}"
     yield f"{setting}, inner product", False, asks(hnsw(documents))
     yield f"{setting}, augmentation", False, asks(hnsw(augmented), asked)
+    if scoring == "corrected":
+        raw, _ = index_vectors(saved, direction, scoring, zero_point=0.0)
+        yield f"{setting}, not centred", False, asks(hnsw(raw))
 
     kinds = faiss.ScalarQuantizer
     for name, kind in (("a range for each dimension", kinds.QT_8bit), ("one range for all", kinds.QT_8bit_uniform)):
         index = filled(faiss.IndexScalarQuantizer(dim, kind, inner), documents)
         yield f"int8, {name}", False, asks(index)
-    balanced, weighted = balance_last(documents, queries)
-    index = filled(faiss.IndexScalarQuantizer(dim, kinds.QT_8bit_uniform, inner), balanced)
-    yield "int8, one range for all, last one balanced", False, asks(index, weighted)
 
 
 def apart(documents: Tensor, queries: Tensor, ids: Array, exact: Ranking) -> tuple[int, int]:

@@ -27,7 +27,15 @@ from torch import Tensor
 from mmclip.correction import corrected_candidates, corrected_queries, reversed_exponents
 from mmclip.errors import UsageError, one_line
 from mmclip.saved_embeddings import SavedEmbeddings
-from mmclip.similarity import FIXED_NORMALIZATIONS, Direction, Exponents, Normalization, magnitude, normalize
+from mmclip.similarity import (
+    CLIP_DIRECTIONS,
+    FIXED_NORMALIZATIONS,
+    Direction,
+    Exponents,
+    Normalization,
+    magnitude,
+    normalize,
+)
 
 Prepare = Callable[[Tensor], Tensor]  # queries [Q, D] -> [Q, D'] float32
 Array = NDArray[Any]
@@ -50,16 +58,18 @@ class EngineCheck(NamedTuple):
 
 
 def index_vectors(
-    saved: SavedEmbeddings, direction: Direction, scoring: str = "native", zero_point: float | None = None
+    saved: SavedEmbeddings, direction: Direction | str, scoring: str = "native", zero_point: float | None = None
 ) -> tuple[Tensor, Prepare]:
     """(documents [N, D'] float32 for an inner-product index, what makes queries of raw vectors [Q, D]).
 
-    Never normalize either again. Scores are the model's over alpha, less its constants. scoring: one of SCORINGS;
+    Never normalize either again. Scores are the model's over alpha, up to a constant. scoring: one of SCORINGS;
     native and the four fixed ones act on the roles of ``direction``; corrected and reversed read the opposite
     direction's trained scores backwards (mmclip.correction). zero_point: z above, by default the mean of this file's
     evidence; documents that join an index later need that of the first, ``float(first.evidence["t2i"].mean())``.
     Errors: UsageError for an unknown scoring, and for ``corrected`` without evidence in the file.
     """
+    if direction not in list(CLIP_DIRECTIONS):
+        raise UsageError(f"direction {one_line(direction, 60)!r}: expected i2t or t2i")
     direction = Direction(direction)
     if scoring not in SCORINGS:
         raise UsageError(f"scoring {one_line(scoring, 60)!r}: expected one of {', '.join(SCORINGS)}")
@@ -109,20 +119,6 @@ def norm_augmentation(documents: Tensor, longest: float | None = None) -> tuple[
     unit = documents.double() / scale
     rest = (1 - unit.square().sum(dim=1)).clamp_min(0).sqrt().unsqueeze(1)
     return torch.cat([unit, rest], dim=1).float(), lambda q: torch.cat([q, q.new_zeros(len(q), 1)], dim=1).float()
-
-
-def balance_last(documents: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """The last dimension, which holds the correction, brought to the range of the others: products stay as they are.
-
-    Needed where one range serves all dimensions of an int8 index: documents' last number is divided by s and queries'
-    multiplied by it. Documents [N, D'], queries [Q, D'] -> the same shapes.
-    """
-    last = documents[:, -1].abs().max()
-    others = documents[:, :-1].abs().max()
-    s = float(last / others) if float(others) > 0 and float(last) > 0 else 1.0
-    scale = documents.new_ones(documents.shape[1])
-    scale[-1] = s
-    return documents / scale, queries * scale
 
 
 def best_scores(documents: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from mmclip.saved_embeddings import SavedEmbeddings
 from mmclip.serving import (
     SCORINGS,
     MagnitudeLost,
-    balance_last,
     best_scores,
     check_engine,
     index_vectors,
@@ -93,6 +92,8 @@ def test_a_plain_clip_is_native_in_cosine() -> None:
 
 
 def test_what_cannot_be_served_is_told() -> None:
+    with pytest.raises(UsageError, match="direction 'q2d': expected i2t or t2i"):
+        index_vectors(saved(n=3), "q2d")
     with pytest.raises(UsageError, match=r"scoring 'cos': expected one of native, corrected, reversed, cosine"):
         index_vectors(saved(n=3), Direction.T2I, "cos")
     with pytest.raises(UsageError, match=r"corrected of i2t needs evidence_i2t; there: evidence_t2i"):
@@ -122,15 +123,6 @@ def test_later_documents_need_room() -> None:
             norm_augmentation(documents, longest)
     with pytest.raises(UsageError, match="up to 0 long"):
         norm_augmentation(documents * 0)
-
-
-def test_balancing_keeps_products_and_brings_the_last_number_to_the_others_range() -> None:
-    documents, queries = torch.tensor([[1.0, -2.0, 50.0], [0.5, 1.0, -100.0]]), torch.tensor([[1.0, 2.0, 1.0]])
-    d, q = balance_last(documents, queries)
-    assert d.tolist() == [[1.0, -2.0, 1.0], [0.5, 1.0, -2.0]] and q.tolist() == [[1.0, 2.0, 50.0]]
-    assert torch.equal(q @ d.T, queries @ documents.T)
-    zero = documents * torch.tensor([1.0, 1.0, 0.0])
-    assert torch.equal(balance_last(zero, queries)[0], zero)
 
 
 def test_recall_counts_ties_as_equal_and_gaps_and_repeats_as_misses() -> None:

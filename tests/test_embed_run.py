@@ -1,0 +1,156 @@
+"""embed.py as a user starts it: a model and data become a file that is evaluated as the model is, and can be served."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmclip import load_model
+from mmclip.build import Model
+from mmclip.config_embed import EmbedSettings
+from mmclip.correction import log_evidence
+from mmclip.data import open_data
+from mmclip.embed_run import correctable, embed_bank, scales
+from mmclip.embeddings import Runner
+from mmclip.errors import UsageError
+from mmclip.eval_source import EvalSource
+from mmclip.evaluation import evaluate
+from mmclip.facts import native_exponents
+from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
+from tests.tiny import run_script
+
+RUNNER = Runner(torch.device("cpu"), progress=False)
+BANK_SIZE = 40
+
+
+@pytest.fixture(scope="module")
+def written(learned_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """x.safetensors of a run that trained i2t, with evidence."""
+    path = tmp_path_factory.mktemp("embed") / "made" / "x.safetensors"
+    done = run_script("embed.py", "--model", learned_run, "--data", tiny_data, "--bank", tiny_data, "--bank-size",
+                      BANK_SIZE, "--workers", 0, "--device", "cpu", "--output", path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"embeddings: {path}: 24 images, 120 texts, D = 16, evidence of t2i\n"
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(written: Path) -> SavedEmbeddings:
+    return load_embeddings(written)
+
+
+@pytest.fixture(scope="module")
+def model(learned_run: Path) -> Model:
+    return load_model(str(learned_run))
+
+
+def test_the_file_is_evaluated_as_the_model_is(saved: SavedEmbeddings, model: Model, tiny_data: Path) -> None:
+    main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
+    live = EvalSource.open(main, extra, model, RUNNER, None).eval_data(model, RUNNER)
+    data = saved.eval_data()
+    assert data.fingerprint() == live.fingerprint()
+    native = native_exponents(saved.facts)
+    assert native == native_exponents(model.facts)
+    found, wanted = (evaluate(d, native, {}, resamples=20).json for d in (data, live))
+    assert found == wanted and set(found["pools"]) == {"full", "distractors"}
+
+
+def test_ids_are_the_images_with_a_number_for_each_caption(saved: SavedEmbeddings) -> None:
+    assert len(set(saved.image_ids)) == 24 and saved.owner == [row for row in range(24) for _ in range(5)]
+    assert saved.text_ids[:6] == [f"{saved.image_ids[0]}#{n}" for n in range(5)] + [f"{saved.image_ids[1]}#0"]
+
+
+def test_the_evidence_is_that_of_drawn_training_captions(
+    saved: SavedEmbeddings, model: Model, tiny_data: Path, learned_run: Path
+) -> None:
+    assert saved.facts == model.facts and saved.model == str(learned_run)
+    alpha = model.facts["logit_scale_i2t"]
+    assert saved.alpha == {"i2t": alpha, "t2i": None}
+    train = open_data(str(tiny_data), "train", "eval")
+    bank = embed_bank("text", train, model, RUNNER, BANK_SIZE, 0)
+    assert bank.shape == (BANK_SIZE, 16)
+    wanted = log_evidence(saved.image, bank, native_exponents(model.facts), alpha)
+    assert torch.allclose(saved.evidence["t2i"], wanted, atol=1e-4)
+    assert saved.bank == {"data": tiny_data.name, "split": "train", "seed": 0, "texts": BANK_SIZE}
+    other = embed_bank("text", train, model, RUNNER, BANK_SIZE, 1)
+    assert not torch.equal(bank, other)
+
+
+def test_a_bank_of_images_leaves_out_what_cannot_be_read(model: Model, tiny_data: Path) -> None:
+    data = open_data(str(tiny_data), "train", "eval")
+    some = data.subset(range(6))
+    some.places[2] = (str(tiny_data / "nowhere.png"), -1, 0)
+    assert embed_bank("image", some, model, RUNNER, 100, 0).shape == (5, 16)
+    assert embed_bank("image", data, model, RUNNER, 7, 0).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("facts", "directions", "alpha"),
+    [
+        ({}, ["i2t", "t2i"], {"i2t": 9.0, "t2i": 9.0}),
+        ({"loss": "asym-i2t", "logit_scale_i2t": 3.0, "logit_scale_t2i": None}, ["t2i"], {"i2t": 3.0, "t2i": None}),
+        ({"loss": "asym-t2i", "logit_scale_t2i": 4.0}, ["i2t"], {"i2t": None, "t2i": 4.0}),
+        ({"loss": "sym", "logit_scale_i2t": 3.0, "logit_scale_t2i": 4.0}, ["i2t", "t2i"], {"i2t": 3.0, "t2i": 4.0}),
+        ({"loss": "sym", "i2t_weight": 1.0, "logit_scale_i2t": 3.0}, ["t2i"], {"i2t": 3.0, "t2i": None}),
+    ],
+)
+def test_what_can_be_corrected_and_by_which_scale(
+    model: Model, facts: dict[str, Any], directions: list[str], alpha: dict[str, float | None]
+) -> None:
+    other = Model(model.towers, model.preprocess_cfg, model.tokenize, 9.0, facts)
+    assert [d.value for d in correctable(other)] == directions and scales(other) == alpha
+
+
+def test_random_weights_are_written_for_numpy_and_have_no_evidence(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", tiny_model, "--data", tiny_data, "--workers", 0, "--output", tmp_path / "x.npz"]
+    done = run_script("embed.py", *flags)
+    assert done.returncode == 0, done.stderr
+    found = load_embeddings(tmp_path / "x.npz")
+    assert (found.facts, found.alpha, found.evidence) == ({}, {"i2t": None, "t2i": None}, {})
+    done = run_script("embed.py", *flags, "--bank", tiny_data)
+    assert done.returncode == 2 and "has no scale of t2i" in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: --bank: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"output": "x.npz"}, "--model is needed"),
+        ({"model": "m"}, r"--output nothing: a file ending in \.safetensors or \.npz"),
+        ({"model": "m", "output": "x.pt"}, r"--output 'x\.pt'"),
+        ({"model": "m", "output": "x.npz", "bank_size": 0}, "--bank-size 0: expected at least 1"),
+    ],
+)
+def test_wrong_flags_are_told_before_anything_is_loaded(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        EmbedSettings(**given)
+
+
+def test_a_folder_is_no_output_and_a_missing_bank_is_told_first(tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.npz").mkdir()
+    with pytest.raises(UsageError, match="a folder of that name"):
+        EmbedSettings(model="m", output=str(tmp_path / "x.npz"))
+    done = run_script("embed.py", "--model", "no-such-model", "--data", tiny_data, "--bank", tmp_path / "nowhere",
+                      "--output", tmp_path / "y.npz")  # fmt: skip
+    assert done.returncode == 2 and "nowhere" in done.stderr and not (tmp_path / "y.npz").exists()
+
+
+def test_the_examples_of_the_documentation_run(root: Path, written: Path) -> None:
+    pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "serving.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        cwd=written.parent, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    flat, hnsw, int8 = done.stdout.splitlines()[1:]
+    assert flat.startswith("flat EngineCheck(recall=1.0, ") and hnsw.startswith("HNSW") and int8.startswith("int8")
