@@ -62,7 +62,10 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
             with partial.open("wb") as file:  # given a name, numpy would add its own ending
                 np.savez(file, **arrays)  # type: ignore[arg-type]
         else:
+            partial.touch()
+            mode = partial.stat().st_mode
             save_file({k: torch.from_numpy(np.require(v, requirements=["C", "W"])) for k, v in arrays.items()}, partial)
+            partial.chmod(mode)  # safetensors lets nobody else read its files, whatever the umask says
 
     write_atomically(path, write)
 

@@ -38,6 +38,8 @@ def embed(settings: EmbedSettings) -> None:
     data, distractors = _open(settings, settings.data, settings.split)
     bank_data = _open(settings, settings.bank, settings.bank_split)[0] if settings.bank else None
     print(f"encoding {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]", file=sys.stderr)
+    if bank_data is not None and (bank_data.path, bank_data.split) == (data.path, data.split):
+        print("--bank names the very data that are encoded: the evidence knows their queries", file=sys.stderr)
     model = load_model(settings.model, settings.pretrained)
     alpha = scales(model)
     corrected = correctable(model) if bank_data else ()

@@ -177,8 +177,8 @@ def check_engine(search: Callable[[Array, int], Any], documents: Tensor, queries
     )
     if found.cosine_recall > found.recall:
         warnings.warn(
-            f"the engine ranks by cosine: {found.recall:.1%} of its best {k} are the inner products' best, "
-            f"{found.cosine_recall:.1%} the cosines'. It normalizes lengths away: choose inner product (dot) as its "
+            f"the engine answers as a cosine does: {found.recall:.1%} of its best {k} are the inner products' best, "
+            f"{found.cosine_recall:.1%} the cosines'. If it normalizes lengths away, choose inner product (dot) as its "
             "metric, or give it mmclip.serving.norm_augmentation's vectors",
             MagnitudeLost,
             stacklevel=2,

@@ -44,6 +44,8 @@ def test_what_was_written_comes_back(tmp_path: Path, suffix: str) -> None:
         assert found[name].dtype == array.dtype and (found[name] == array).all()
     assert read_json_array(found["ids"], "ids") == ["a", "\udce9"]
     assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_the_flag_and_the_reader_know_the_same_kinds() -> None:

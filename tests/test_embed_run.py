@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from mmclip.build import Model
 from mmclip.config_embed import EmbedSettings
 from mmclip.correction import log_evidence
 from mmclip.data import open_data
-from mmclip.embed_run import correctable, embed_bank, scales
+from mmclip.embed_run import correctable, embed, embed_bank, scales
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
 from mmclip.eval_source import EvalSource
@@ -105,6 +107,32 @@ def test_what_can_be_corrected_and_by_which_scale(
 ) -> None:
     other = Model(model.towers, model.preprocess_cfg, model.tokenize, 9.0, facts)
     assert [d.value for d in correctable(other)] == directions and scales(other) == alpha
+
+
+def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(learned_run / "model", folder)
+    facts = json.loads((folder / "mmclip.json").read_text(encoding="utf-8"))
+    facts |= {"loss": "sym", "i2t_weight": 0.5, "logit_scale_t2i": 2.0}
+    (folder / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
+    path = tmp_path / "x.npz"
+    embed(EmbedSettings(model=str(folder), data=str(tiny_data), bank=str(tiny_data), bank_size=9, workers=0,
+                        device="cpu", output=str(path)))  # fmt: skip
+    found, other = load_embeddings(path), load_model(str(folder))
+    assert {d: len(e) for d, e in found.evidence.items()} == {"i2t": 120, "t2i": 24}
+    images = embed_bank("image", open_data(str(tiny_data), "train", "eval"), other, RUNNER, 9, 0)
+    wanted = log_evidence(found.text, images, native_exponents(facts), 2.0)  # texts asked images: the trained t2i
+    assert torch.allclose(found.evidence["i2t"], wanted, atol=1e-4)
+    assert (found.bank["images"], found.bank["texts"]) == (9, 9)
+
+
+def test_a_bank_of_the_very_data_is_told(
+    learned_run: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    embed(EmbedSettings(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
+                        workers=0, device="cpu", output=str(tmp_path / "x.npz")))  # fmt: skip
+    assert "--bank names the very data that are encoded" in capsys.readouterr().err
+    assert load_embeddings(tmp_path / "x.npz").bank["texts"] == 120  # all there are
 
 
 def test_random_weights_are_written_for_numpy_and_have_no_evidence(

@@ -143,7 +143,7 @@ def test_a_normalizing_engine_is_warned_of_and_an_honest_one_is_not() -> None:
     def engine(rows: torch.Tensor) -> Any:
         return lambda q, k: (torch.from_numpy(q) @ rows.T).topk(k).indices.numpy()
 
-    with pytest.warns(MagnitudeLost, match="ranks by cosine: .* choose inner product"):
+    with pytest.warns(MagnitudeLost, match="answers as a cosine does: .* choose inner product"):
         lost = check_engine(engine(normalize(documents, 1.0)), documents, queries)
     assert lost.cosine_recall == 1.0 and lost.recall == lost.kept_by_cosine < 0.8
     with warnings.catch_warnings():
