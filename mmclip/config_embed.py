@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmclip.config import DATA, MODEL, PRECISIONS, RUN, SCENES
+from mmclip.config import BANK_SIZE, DATA, MODEL, PRECISIONS, RUN, SCENES
 from mmclip.errors import UsageError
 from mmclip.flags import flag, parse
 
@@ -37,8 +37,8 @@ class EmbedSettings:
         "every direction whose opposite was trained; take training data, never what is evaluated",
         metavar="DATA",
     )
-    bank_split: str = flag("train", BANK, "split of the bank's folder", metavar="SPLIT")
-    bank_size: int = flag(2000, BANK, "captions (or images) drawn from it", metavar="N")
+    bank_split: str | None = flag(None, BANK, "split of the bank's folder [train]")
+    bank_size: int = flag(BANK_SIZE, BANK, "captions (or images) drawn from it", metavar="N")
     batch_size: int = flag(64, RUN, "images and captions a batch", metavar="B")
     workers: int = flag(2, RUN, "processes that read and decode images", metavar="N")
     precision: str = flag("fp32", RUN, "autocast of the encoders", choices=PRECISIONS)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmclip import distributed
+from mmclip.bank import draw_bank
 from mmclip.build import Model
-from mmclip.comparison import trained_directions
 from mmclip.config_embed import EmbedSettings
 from mmclip.config_evaluate import EvaluateSettings
-from mmclip.correction import bank_side, log_evidence
-from mmclip.datasets import open_evaluation
-from mmclip.embeddings import Runner, encode_image, encode_text
+from mmclip.correction import Bank, bank_side, log_evidence, trained_scales
+from mmclip.datasets import open_bank, open_evaluation
+from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
 from mmclip.evaluate_run import load_model
-from mmclip.evaluation import Results
 from mmclip.facts import native_exponents
 from mmclip.files import require_space
 from mmclip.image_text import ImageTextData
@@ -29,39 +28,50 @@ from mmclip.pools import EvalData
 from mmclip.saved_embeddings import SavedEmbeddings, save_embeddings
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.skipped import told
+from mmclip.sources import Source
 
 
 def embed(settings: EmbedSettings) -> None:
     """Everything that embed.py does. Errors: UsageError, one line."""
     assert settings.model is not None and settings.output is not None
     device = distributed.start(settings.device)
-    data, distractors = _open(settings, settings.data, settings.split)
-    bank_data = _open(settings, settings.bank, settings.bank_split)[0] if settings.bank else None
+    opened = _as_evaluated(settings)
+    data, distractors = open_evaluation(opened)
+    bank_data = open_bank(opened, data) if settings.bank is not None else None
     print(f"encoding {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]", file=sys.stderr)
-    if bank_data is not None and (bank_data.path, bank_data.split) == (data.path, data.split):
-        print("--bank names the very data that are encoded: the evidence knows their queries", file=sys.stderr)
     model = load_model(settings.model, settings.pretrained)
-    alpha = scales(model)
-    corrected = correctable(model) if bank_data else ()
+    alpha = trained_scales(model.facts, model.loaded_scale)
+    corrected = [d for d in CLIP_DIRECTIONS if d.opposite in alpha] if bank_data is not None else []
+    if bank_data is not None and not corrected:
+        raise UsageError(f"--bank: --model {one_line(settings.model)} names no known loss: nothing can be corrected")
     for direction in corrected:
-        if alpha[direction.opposite.value] is None:
+        if alpha[direction.opposite] is None:
             raise UsageError(
                 f"--bank: --model {one_line(settings.model)} has no scale of {direction.opposite.value}, which "
                 "log-evidence needs; a trained model has one"
             )
     path = Path(settings.output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _require_space(path, data, distractors, model)
+    _require_space(path, [data, *distractors.values()], model)
     model.towers.to(device)
     precision = "fp32" if settings.precision == "auto" else settings.precision
     runner = Runner(device, precision, settings.batch_size, settings.workers)
-    source = EvalSource.open(data, distractors, model, runner, None)
+    source = EvalSource.open(data, distractors, model, runner)
     found = source.eval_data(model, runner)
     if source.skipped:
         print(told(source.skipped), file=sys.stderr)
-    saved = _saved(found, settings.model, model.facts, alpha)
+    saved = _saved(found, settings.model, model.facts, {d.value: a for d, a in alpha.items()})
     if bank_data is not None:
-        saved = _with_evidence(saved, corrected, bank_data, model, runner, settings)
+        bank = draw_bank(
+            Source.open(bank_data, model, runner, None, "bank"),
+            sorted({bank_side(d) for d in corrected}),
+            settings.bank_size,
+            model,
+            runner,
+            settings.seed,
+            data,
+        )
+        saved = _with_evidence(saved, corrected, bank)
     save_embeddings(path, saved)
     print(
         f"embeddings: {one_line(path)}: {len(found.image):,} images, {len(found.text):,} texts, "
@@ -69,43 +79,15 @@ def embed(settings: EmbedSettings) -> None:
     )
 
 
-def scales(model: Model) -> dict[str, float | None]:
-    """alpha by direction: mmclip.json's, or a plain checkpoint's one scale for both; None where there is none."""
-    if model.facts:
-        return {d.value: model.facts.get(f"logit_scale_{d.value}") for d in CLIP_DIRECTIONS}
-    return dict.fromkeys((d.value for d in CLIP_DIRECTIONS), model.loaded_scale)
+def _as_evaluated(settings: EmbedSettings) -> EvaluateSettings:
+    """The same data and bank as evaluate.py would open."""
+    shared = {f.name for f in dataclasses.fields(EmbedSettings)} - {"output"}
+    return EvaluateSettings(**{name: getattr(settings, name) for name in shared})
 
 
-def correctable(model: Model) -> tuple[Direction, ...]:
-    """Directions whose opposite the model's loss trained. A plain CLIP was trained in both."""
-    trained = trained_directions(Results({"trained_with": model.facts}, {})) if model.facts else CLIP_DIRECTIONS
-    return tuple(d for d in CLIP_DIRECTIONS if d.opposite in trained)
-
-
-def embed_bank(side: str, data: ImageTextData, model: Model, runner: Runner, size: int, seed: int) -> Tensor:
-    """``size`` captions or images of ``data``, drawn by ``seed``, or all where there are fewer: raw [B, D].
-
-    An image that cannot be read is left out. Errors: UsageError where none can.
-    """
-    drawn = torch.Generator().manual_seed(seed)
-    if side == "text":
-        captions = [c for image in data.captions for c in image]
-        rows = torch.randperm(len(captions), generator=drawn)[:size].tolist()
-        return runner.texts(encode_text(model), [captions[r] for r in rows], model.tokenize, label="bank: captions")
-    some = data.subset(torch.randperm(len(data), generator=drawn)[:size].tolist())
-    vectors, bad = runner.images(encode_image(model), some, model.transform(), label="bank: images")
-    return vectors[[row for row in range(len(some)) if row not in bad]]
-
-
-def _open(settings: EmbedSettings, source: str, split: str | None) -> tuple[ImageTextData, ImageTextData | None]:
-    shared = ("dataset_type", "csv_img_key", "csv_caption_key", "csv_separator")
-    same = {name: getattr(settings, name) for name in shared}
-    return open_evaluation(EvaluateSettings(model=settings.model, data=source, split=split, **same))
-
-
-def _require_space(path: Path, data: ImageTextData, distractors: ImageTextData | None, model: Model) -> None:
+def _require_space(path: Path, sets: Sequence[ImageTextData], model: Model) -> None:
     """Errors: UsageError before the work where the disk has no place for its result."""
-    rows = sum(len(d) + sum(map(len, d.captions)) for d in (data, distractors) if d is not None)
+    rows = sum(len(d) + sum(map(len, d.captions)) for d in sets)
     size = rows * 4 * int(model.towers.model_cfg["embed_dim"])
     require_space(path.parent, size, size, "a file of embeddings", "name another place with --output")
 
@@ -128,31 +110,21 @@ def _saved(found: EvalData, name: str, facts: dict[str, Any], alpha: dict[str, f
         captions=found.captions,
         levels=found.levels,
         n_objects=found.n_objects,
-        distractor_image=found.distractor_image,
-        distractor_text=found.distractor_text,
+        distractors=next(iter(found.distractors), None),  # without --distractors, the data's own set is all there is
         model=name,
         facts=facts,
         alpha=alpha,
     )
 
 
-def _with_evidence(
-    saved: SavedEmbeddings,
-    directions: tuple[Direction, ...],
-    data: ImageTextData,
-    model: Model,
-    runner: Runner,
-    settings: EmbedSettings,
-) -> SavedEmbeddings:
+def _with_evidence(saved: SavedEmbeddings, directions: Sequence[Direction], bank: Bank) -> SavedEmbeddings:
     exponents = native_exponents(saved.facts)
     evidence: dict[str, Tensor] = {}
-    bank: dict[str, Any] = {"data": Path(data.path).name, "split": data.split, "seed": settings.seed}
     for direction in directions:
-        side = bank_side(direction)
-        vectors = embed_bank(side, data, model, runner, settings.bank_size, settings.seed)
         _, candidates = direction.roles({"image": saved.image, "text": saved.text})
         alpha = saved.alpha[direction.opposite.value]
         assert alpha is not None
-        evidence[direction.value] = log_evidence(candidates, vectors, exponents, alpha)
-        bank[f"{side}s"] = len(vectors)
-    return dataclasses.replace(saved, evidence=evidence, bank=bank)
+        evidence[direction.value] = log_evidence(candidates, bank.vectors[bank_side(direction)], exponents, alpha)
+    sizes = {side: len(x) for side, x in bank.vectors.items()}
+    about = {"name": bank.name, "size": sizes, "overlap": bank.overlap}
+    return dataclasses.replace(saved, evidence=evidence, bank=about)

@@ -119,7 +119,14 @@ def read_meta(array: Array) -> dict[str, Any]:
     if array.dtype != np.uint8:
         raise UsageError(f"meta of shape {list(array.shape)}, {array.dtype}: the text of one JSON object is expected")
     meta: Any = read_json_array(array, "meta")
-    for name, kind in (("", dict), ("model", str), ("facts", dict), ("alpha", dict), ("bank", dict)):
+    for name, kind in (
+        ("", dict),
+        ("model", str),
+        ("facts", dict),
+        ("alpha", dict),
+        ("bank", dict),
+        ("distractors", str),
+    ):
         value = meta.get(name, kind()) if name else meta
         if not isinstance(value, kind):
             what = "a text" if kind is str else "an object"

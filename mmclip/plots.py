@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmclip.errors import one_line
-from mmclip.evaluation import NATIVE, Results
 from mmclip.pools import MAIN_POOL
+from mmclip.results import NATIVE, Results
 
 # Okabe and Ito's colours: told apart by colour-blind readers; markers tell runs apart where colours repeat.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")

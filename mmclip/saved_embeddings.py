@@ -12,10 +12,12 @@ One set of names, in ``.npz`` and in ``.safetensors``. N images, M texts, P rele
     captions [M]                optional strings
     levels [M]                  optional strings: full, partial, vague...
     n_objects [N]               optional whole numbers
-    distractor_image [N2, D], distractor_text [M2, D]    optional: candidates that match nothing
+    distractor_image [N2, D], distractor_text [M2, D]    optional: candidates that match nothing, with
+    distractor_captions [M2], distractor_owner [M2]      the texts' strings, and the distractor image of each, as rows
     evidence_t2i [N], evidence_i2t [M]    optional: log-evidence of every candidate (mmclip.correction), bank included
     meta                        optional JSON: {"model": its name, "facts": mmclip.json, "alpha": {"i2t": a, "t2i": a},
-                                "bank": {...}}. No facts: a plain CLIP, native in cosine
+                                "bank": {...}, "distractors": what tells them from others}. No facts: a
+                                plain CLIP, native in cosine
 
 Strings are numpy strings, or (as written here, and always in .safetensors) the bytes of a JSON list: see
 mmclip.array_files. Read in numpy by ``json.loads(array.tobytes())``.
@@ -48,15 +50,14 @@ from mmclip.embedding_arrays import (
 )
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import nearest
-from mmclip.pools import EvalData
-from mmclip.relevance import Judged
+from mmclip.pools import Distractors, EvalData
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Array = NDArray[Any]
 NEEDED = ("image", "text", "image_ids", "text_ids")
 EVIDENCE = tuple(f"evidence_{d.value}" for d in CLIP_DIRECTIONS)
 OPTIONAL = ("text_image_ids", "pairs", "gains", "captions", "levels", "n_objects", "distractor_image",
-            "distractor_text", *EVIDENCE, "meta")  # fmt: skip
+            "distractor_text", "distractor_captions", "distractor_owner", *EVIDENCE, "meta")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -81,8 +82,7 @@ class SavedEmbeddings:
     captions: list[str] | None = None
     levels: list[str] | None = None
     n_objects: list[int] | None = None
-    distractor_image: Tensor | None = None
-    distractor_text: Tensor | None = None
+    distractors: Distractors | None = None
     evidence: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     model: str = ""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,7 +99,6 @@ class SavedEmbeddings:
             if len(set(ids)) < n:
                 raise UsageError(f"{name}: {one_line(first_repeated(ids), 80)!r} stands there twice; ids are unique")
         self.eval_data()
-        Judged.read(self.pairs, self.gains, len(self.image), len(self.text))
         self.alpha = {d.value: self.alpha.get(d.value) for d in CLIP_DIRECTIONS}
         for direction in CLIP_DIRECTIONS:
             if direction.value not in self.evidence:
@@ -116,8 +115,7 @@ class SavedEmbeddings:
                 )
 
     def eval_data(self) -> EvalData:
-        """What mmclip evaluates. Texts without captions are called by their ids. Gains are left behind: EvalData has
-        no grades."""
+        """What mmclip evaluates. Texts without captions are called by their ids."""
         return EvalData(
             image=self.image,
             text=self.text,
@@ -127,8 +125,8 @@ class SavedEmbeddings:
             levels=self.levels,
             n_objects=self.n_objects,
             owner=self.owner,
-            distractor_image=self.distractor_image,
-            distractor_text=self.distractor_text,
+            distractors=[] if self.distractors is None else [self.distractors],
+            gains=self.gains,
         )
 
 
@@ -143,11 +141,7 @@ def load_embeddings(path: str | Path) -> SavedEmbeddings:
 
 def save_embeddings(path: str | Path, saved: SavedEmbeddings) -> None:
     """Write a file of the kind that ``path`` ends in, whole or not at all. Errors: UsageError."""
-    arrays: dict[str, Array] = {
-        name: x.numpy()
-        for name in ("image", "text", "pairs", "distractor_image", "distractor_text")
-        if (x := getattr(saved, name)) is not None
-    }
+    arrays: dict[str, Array] = {name: getattr(saved, name).numpy() for name in ("image", "text", "pairs")}
     for name in ("image_ids", "text_ids", "captions", "levels"):
         if (values := getattr(saved, name)) is not None:
             arrays[name] = json_array(values)
@@ -158,7 +152,16 @@ def save_embeddings(path: str | Path, saved: SavedEmbeddings) -> None:
     if saved.n_objects is not None:
         arrays["n_objects"] = np.asarray(saved.n_objects, dtype=np.int64)
     arrays |= {f"evidence_{direction}": x.double().numpy() for direction, x in saved.evidence.items()}
-    arrays["meta"] = json_array({"model": saved.model, "facts": saved.facts, "alpha": saved.alpha, "bank": saved.bank})
+    meta: dict[str, Any] = {"model": saved.model, "facts": saved.facts, "alpha": saved.alpha, "bank": saved.bank}
+    if saved.distractors is not None:
+        extra = saved.distractors
+        arrays |= {f"distractor_{side}": x.numpy() for side, x in extra.sides().items()}
+        if extra.captions is not None:
+            arrays["distractor_captions"] = json_array(extra.captions)
+        if "text" in extra.owner:
+            arrays["distractor_owner"] = np.asarray(extra.owner["text"], dtype=np.int64)
+        meta["distractors"] = extra.mark
+    arrays["meta"] = json_array(meta)
     write_arrays(path, arrays)
 
 
@@ -177,7 +180,7 @@ def _from_arrays(arrays: dict[str, Array]) -> SavedEmbeddings:
         raise UsageError(f"nothing says what is relevant: text_image_ids or pairs is needed; there: {there}")
     if "gains" in arrays and "pairs" not in arrays:
         raise UsageError("gains without pairs: they say how relevant each pair is")
-    vectors = {
+    vectors: dict[str, Tensor] = {
         n: read_vectors(arrays[n], n) for n in ("image", "text", "distractor_image", "distractor_text") if n in arrays
     }
     ids = {side: read_strings(arrays[f"{side}_ids"], f"{side}_ids", len(vectors[side])) for side in ("image", "text")}
@@ -208,11 +211,26 @@ def _from_arrays(arrays: dict[str, Array]) -> SavedEmbeddings:
         captions=read_strings(arrays["captions"], "captions", texts) if "captions" in arrays else None,
         levels=read_strings(arrays["levels"], "levels", texts) if "levels" in arrays else None,
         n_objects=None if n_objects is None else n_objects.astype(np.int64).tolist(),
-        distractor_image=vectors.get("distractor_image"),
-        distractor_text=vectors.get("distractor_text"),
+        distractors=_distractors(arrays, vectors, meta.get("distractors", "")),
         evidence={d: torch.from_numpy(read_floats(x, f"evidence_{d}").astype(np.float64)) for d, x in evidence.items()},
         model=meta.get("model", ""),
         facts=facts,
         alpha=alpha,
         bank=meta.get("bank", {}),
     )
+
+
+def _distractors(arrays: dict[str, Array], vectors: dict[str, Tensor], mark: str) -> Distractors | None:
+    """One set, called "distractors"; a text of a distractor image is drawn together with it."""
+    image, text = vectors.get("distractor_image"), vectors.get("distractor_text")
+    texts = 0 if text is None else len(text)
+    captions = None
+    if "distractor_captions" in arrays:
+        captions = read_strings(arrays["distractor_captions"], "distractor_captions", texts)
+    rows = read_numbers(arrays, "distractor_owner", "iu", texts)
+    if image is None and text is None:
+        return None
+    owner = {}
+    if rows is not None:
+        owner = {"text": rows.astype(np.int64).tolist()} | ({} if image is None else {"image": list(range(len(image)))})
+    return Distractors("distractors", image, text, captions, mark, owner)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.comparison import compare, trained_directions, verdict
+from mmclip.comparison import compare, verdict
 from mmclip.errors import UsageError
-from mmclip.evaluation import EvalData, Results, evaluate
+from mmclip.evaluation import evaluate
+from mmclip.pools import Distractors, EvalData
+from mmclip.results import Results
 from mmclip.similarity import Direction, Exponents
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
@@ -37,8 +39,13 @@ def rich_data(**changes) -> EvalData:
     fields = {
         "levels": ["full", "full", "partial", "vague", "full"] * N,
         "n_objects": [1 + i % 3 for i in range(N)],
-        "distractor_image": 0.5 * torch.randn(40, DIM, generator=gen),
-        "distractor_text": 0.5 * torch.randn(50, DIM, generator=gen),
+        "distractors": [
+            Distractors(
+                "distractors",
+                0.5 * torch.randn(40, DIM, generator=gen),
+                0.5 * torch.randn(50, DIM, generator=gen),
+            )
+        ],
     }
     return eval_data(**fields | changes)
 
@@ -66,7 +73,6 @@ def test_comparison_is_paired_and_says_what_is_noise():
         {"captions": ["other"] * 600},
         {"image_keys": [f"x{i}" for i in range(N)]},
         {"pairs": torch.tensor([[t // CAPTIONS, t] for t in range(595)])},
-        {"distractor_text": torch.ones(3, DIM)},
     ],
 )
 def test_runs_over_different_data_are_refused(changes):
@@ -156,12 +162,43 @@ def test_level_with_the_baseline_is_not_useful_without_evidence():
     assert found["verdict"] is None and "within noise" in found["reason"]
 
 
-def test_trained_directions_follow_loss_and_weight():
-    def of(**facts):
-        return trained_directions(Results({"trained_with": facts}, {}))
+def test_runs_over_other_distractors_are_refused_and_runs_without_are_not() -> None:
+    def with_texts(n: int) -> Results:
+        extra = Distractors("distractors", text=torch.ones(n, DIM))
+        return run_of(eval_data(distractors=[extra]), b=20)
 
-    assert of(loss="sym", i2t_weight=0.5) == (Direction.I2T, Direction.T2I)
-    assert of(loss="sym", i2t_weight=1.0) == (Direction.I2T,)
-    assert of(loss="asym-t2i") == (Direction.T2I,)
-    with pytest.raises(UsageError, match="asym-i2t"):
-        of()
+    with pytest.raises(UsageError, match="pool distractors is not the same in both"):
+        compare(with_texts(3), with_texts(4))
+    assert list(compare(with_texts(3), run_of(eval_data(), b=20))) == ["retrieval"]
+
+
+def test_lengths_that_give_nothing_are_not_useful_however_the_control_loses_by_its_own():
+    # The run's lengths are nearly equal and its angles better than the others'; the control's lengths are noise.
+    def run(seed: int, noise: float, spread: float, native: Exponents, loss: str) -> Results:
+        gen = torch.Generator().manual_seed(seed)
+        text = torch.nn.functional.normalize(torch.randn(150, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+        image = text * (spread * torch.randn(150, 1, generator=gen)).exp()
+        text = text + noise * torch.randn(150, 16, generator=gen)
+        keys = [str(i) for i in range(150)]
+        return run_of(EvalData(image, text, torch.arange(150)[:, None].repeat(1, 2), keys, keys), native, loss)
+
+    control, baseline = run(1, 0.2, 0.3, COSINE, "asym-t2i"), run(2, 0.2, 0.3, COSINE, "sym")
+    found = verdict(run(3, 0.14, 0.005, QNORM, "asym-t2i"), control, baseline)["useful"]
+    assert found["gain"]["ci"][0] > 0.2  # the control's loss alone
+    assert found["native_minus_baseline_cosine"]["ci"][0] > 0  # better angles alone
+    assert found["verdict"] is False
+    assert found["native_minus_cosine_run_ci"][0] <= 0
+
+
+def test_one_images_queries_have_no_spread_and_decide_nothing():
+    data = eval_data(pairs=torch.tensor([[0, t] for t in range(CAPTIONS)]), owner=[t // CAPTIONS for t in range(600)])
+    longer = data.image * torch.where(torch.arange(N) == 0, 30.0, 1.0)[:, None]
+    run, control = run_of(dataclasses.replace(data, image=longer)), run_of(data, COSINE)
+    change = compare(control, run)["retrieval"]["t2i"]["native"]["success@1"]
+    assert change["delta"] > 0
+    assert (change["ci"], change["within_noise"]) == (None, True)
+    assert run.json["magnitude"]["image"]["cohens_d"]["topk"]["ci"] is None
+    found = verdict(run, control, run_of(data, COSINE, "sym"))
+    for kind in ("learned", "useful"):
+        assert found[kind]["verdict"] is None
+        assert found[kind]["reason"] == "all queries are one image's"

@@ -14,21 +14,28 @@ import pytest
 import torch
 
 from mmclip import load_model
+from mmclip.bank import draw_bank
 from mmclip.build import Model
 from mmclip.config_embed import EmbedSettings
 from mmclip.correction import log_evidence
 from mmclip.data import open_data
-from mmclip.embed_run import correctable, embed, embed_bank, scales
+from mmclip.embed_run import embed
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
 from mmclip.eval_source import EvalSource
 from mmclip.evaluation import evaluate
 from mmclip.facts import native_exponents
 from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
+from mmclip.sources import Source
 from tests.tiny import run_script
 
 RUNNER = Runner(torch.device("cpu"), progress=False)
 BANK_SIZE = 40
+
+
+def bank_of(data: Path, side: str, model: Model, size: int) -> torch.Tensor:
+    source = Source.open(open_data(str(data), "train"), model, RUNNER, None, "bank")
+    return draw_bank(source, [side], size, model, RUNNER).vectors[side]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,7 @@ def model(learned_run: Path) -> Model:
 
 def test_the_file_is_evaluated_as_the_model_is(saved: SavedEmbeddings, model: Model, tiny_data: Path) -> None:
     main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
-    live = EvalSource.open(main, extra, model, RUNNER, None).eval_data(model, RUNNER)
+    live = EvalSource.open(main, {"distractors": extra}, model, RUNNER).eval_data(model, RUNNER)
     data = saved.eval_data()
     assert data.fingerprint() == live.fingerprint()
     native = native_exponents(saved.facts)
@@ -74,39 +81,10 @@ def test_the_evidence_is_that_of_drawn_training_captions(
     assert saved.facts == model.facts and saved.model == str(learned_run)
     alpha = model.facts["logit_scale_i2t"]
     assert saved.alpha == {"i2t": alpha, "t2i": None}
-    train = open_data(str(tiny_data), "train", "eval")
-    bank = embed_bank("text", train, model, RUNNER, BANK_SIZE, 0)
-    assert bank.shape == (BANK_SIZE, 16)
+    bank = bank_of(tiny_data, "text", model, BANK_SIZE)
     wanted = log_evidence(saved.image, bank, native_exponents(model.facts), alpha)
     assert torch.allclose(saved.evidence["t2i"], wanted, atol=1e-4)
-    assert saved.bank == {"data": tiny_data.name, "split": "train", "seed": 0, "texts": BANK_SIZE}
-    other = embed_bank("text", train, model, RUNNER, BANK_SIZE, 1)
-    assert not torch.equal(bank, other)
-
-
-def test_a_bank_of_images_leaves_out_what_cannot_be_read(model: Model, tiny_data: Path) -> None:
-    data = open_data(str(tiny_data), "train", "eval")
-    some = data.subset(range(6))
-    some.places[2] = (str(tiny_data / "nowhere.png"), -1, 0)
-    assert embed_bank("image", some, model, RUNNER, 100, 0).shape == (5, 16)
-    assert embed_bank("image", data, model, RUNNER, 7, 0).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("facts", "directions", "alpha"),
-    [
-        ({}, ["i2t", "t2i"], {"i2t": 9.0, "t2i": 9.0}),
-        ({"loss": "asym-i2t", "logit_scale_i2t": 3.0, "logit_scale_t2i": None}, ["t2i"], {"i2t": 3.0, "t2i": None}),
-        ({"loss": "asym-t2i", "logit_scale_t2i": 4.0}, ["i2t"], {"i2t": None, "t2i": 4.0}),
-        ({"loss": "sym", "logit_scale_i2t": 3.0, "logit_scale_t2i": 4.0}, ["i2t", "t2i"], {"i2t": 3.0, "t2i": 4.0}),
-        ({"loss": "sym", "i2t_weight": 1.0, "logit_scale_i2t": 3.0}, ["t2i"], {"i2t": 3.0, "t2i": None}),
-    ],
-)
-def test_what_can_be_corrected_and_by_which_scale(
-    model: Model, facts: dict[str, Any], directions: list[str], alpha: dict[str, float | None]
-) -> None:
-    other = Model(model.towers, model.preprocess_cfg, model.tokenize, 9.0, facts)
-    assert [d.value for d in correctable(other)] == directions and scales(other) == alpha
+    assert saved.bank["size"] == {"text": BANK_SIZE} and saved.bank["name"].endswith("[train]")
 
 
 def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
@@ -120,19 +98,26 @@ def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny
                         device="cpu", output=str(path)))  # fmt: skip
     found, other = load_embeddings(path), load_model(str(folder))
     assert {d: len(e) for d, e in found.evidence.items()} == {"i2t": 120, "t2i": 24}
-    images = embed_bank("image", open_data(str(tiny_data), "train", "eval"), other, RUNNER, 9, 0)
+    images = bank_of(tiny_data, "image", other, 9)
     wanted = log_evidence(found.text, images, native_exponents(facts), 2.0)  # texts asked images: the trained t2i
     assert torch.allclose(found.evidence["i2t"], wanted, atol=1e-4)
-    assert (found.bank["images"], found.bank["texts"]) == (9, 9)
+    assert found.bank["size"] == {"image": 9, "text": 9} and found.bank["overlap"] == {"image": 0, "text": 0}
 
 
-def test_a_bank_of_the_very_data_is_told(
-    learned_run: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    embed(EmbedSettings(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
-                        workers=0, device="cpu", output=str(tmp_path / "x.npz")))  # fmt: skip
-    assert "--bank names the very data that are encoded" in capsys.readouterr().err
-    assert load_embeddings(tmp_path / "x.npz").bank["texts"] == 120  # all there are
+def test_a_model_of_an_unknown_loss_has_nothing_to_correct(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(learned_run / "model", tmp_path / "model")
+    facts = json.loads((tmp_path / "model" / "mmclip.json").read_text(encoding="utf-8")) | {"loss": "other"}
+    (tmp_path / "model" / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(UsageError, match="names no known loss: nothing can be corrected"):
+        embed(EmbedSettings(model=str(tmp_path / "model"), data=str(tiny_data), bank=str(tiny_data), device="cpu",
+                            output=str(tmp_path / "x.npz")))  # fmt: skip
+
+
+def test_a_bank_of_the_very_data_is_refused(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--bank .*the evaluation data themselves"):
+        embed(EmbedSettings(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
+                            workers=0, device="cpu", output=str(tmp_path / "x.npz")))  # fmt: skip
+    assert not (tmp_path / "x.npz").exists()
 
 
 def test_random_weights_are_written_for_numpy_and_have_no_evidence(
@@ -144,7 +129,7 @@ def test_random_weights_are_written_for_numpy_and_have_no_evidence(
     found = load_embeddings(tmp_path / "x.npz")
     assert (found.facts, found.alpha, found.evidence) == ({}, {"i2t": None, "t2i": None}, {})
     done = run_script("embed.py", *flags, "--bank", tiny_data)
-    assert done.returncode == 2 and "has no scale of t2i" in done.stderr
+    assert done.returncode == 2 and "has no scale of" in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: --bank: ")
 
 

@@ -11,7 +11,9 @@ import torch
 
 from mmclip import metrics
 from mmclip.errors import UsageError
-from mmclip.evaluation import EvalData, Results, evaluate, load_results, save_results
+from mmclip.evaluation import evaluate
+from mmclip.pools import Distractors, EvalData, make_pools
+from mmclip.results import Results, load_results, save_results
 from mmclip.retrieval import rank
 from mmclip.similarity import Exponents, Normalization
 
@@ -38,8 +40,13 @@ def rich_data(**changes) -> EvalData:
     fields = {
         "levels": ["full", "full", "partial", "vague", "full"] * N,
         "n_objects": [1 + i % 3 for i in range(N)],
-        "distractor_image": 0.5 * torch.randn(40, DIM, generator=gen),
-        "distractor_text": 0.5 * torch.randn(50, DIM, generator=gen),
+        "distractors": [
+            Distractors(
+                "distractors",
+                0.5 * torch.randn(40, DIM, generator=gen),
+                0.5 * torch.randn(50, DIM, generator=gen),
+            )
+        ],
     }
     return eval_data(**fields | changes)
 
@@ -139,7 +146,7 @@ def test_degenerate_embeddings_give_json_without_nan(length):
 def test_results_survive_the_disk_exactly(tmp_path):
     results = run_of(rich_data())
     path = save_results(results, tmp_path / "run")
-    assert sorted(p.name for p in path.parent.iterdir()) == ["per_query.npz", "results.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["items.json", "per_query.npz", "results.json"]
     for source in (path, path.parent):
         loaded = load_results(source)
         assert loaded.json == results.json
@@ -180,7 +187,7 @@ def test_bad_files_are_one_line(tmp_path):
     [
         ({"text": torch.ones(600, DIM + 1)}, "text embeddings of shape"),
         ({"image": torch.full((N, DIM), float("nan"))}, "image embeddings: row 0"),
-        ({"distractor_text": torch.full((2, DIM), float("inf"))}, "distractor text embeddings: row 0"),
+        ({"distractors": [Distractors("x", text=torch.full((2, DIM), float("inf")))]}, "x text embeddings: row 0"),
         ({"pairs": torch.empty(0, 2)}, "at least one"),
         ({"pairs": torch.tensor([[0, 600]])}, "document row 600"),
         ({"image_keys": ["a"]}, "image_keys has 1 entries"),
@@ -203,3 +210,42 @@ def test_progress_is_told_by_pool():
 def test_missing_per_query_numbers_name_what_is_there():
     with pytest.raises(UsageError, match="retrieval/t2i/native"):
         run_of(eval_data(), b=20).query_values("retrieval", "t2i", "learned", "success@1")
+
+
+def corpus_ci(**changes) -> list[float]:
+    gen = torch.Generator().manual_seed(3)
+    image = torch.randn(20, DIM, generator=gen).repeat_interleave(5, 0)  # twenty kinds, five copies of each
+    extra = Distractors("more", image=image, **changes)
+    results = run_of(eval_data(distractors=[extra]), b=400)
+    return results.pools["more"]["magnitude"]["image"]["cohens_d"]["corpus"]["ci"]
+
+
+def test_distractors_of_one_owner_are_drawn_together():
+    alone, together = (np.ptp(corpus_ci(**how)) for how in ({}, {"owner": {"image": [i // 5 for i in range(100)]}}))
+    assert together > 1.15 * alone, "copies bring no news: the interval must not be that of a hundred items"
+
+
+def test_twins_share_their_pictures_cluster():
+    extra = Distractors("twins", image=torch.randn(3, DIM), owner={"image": [4, 5, 6]}, twins=True)
+    pool = make_pools(eval_data(distractors=[extra]))[-1]
+    assert pool.clusters["image"][-3:].tolist() == [4, 5, 6]
+    with pytest.raises(UsageError, match=f"one from 0 to {N - 1} for each"):
+        eval_data(distractors=[Distractors("x", image=torch.ones(1, DIM), owner={"image": [N]}, twins=True)])
+
+
+def test_distractors_may_not_be_called_like_another_pool():
+    extra = Distractors("retrieval", image=torch.ones(2, DIM))
+    with pytest.raises(UsageError, match="'retrieval' twice, or like another pool"):
+        eval_data(distractors=[extra])
+
+
+def test_gains_are_ranked_by_and_told_apart():
+    image, text = torch.eye(3)[:1], torch.eye(3)[[0, 0]] * torch.tensor([[1.0], [0.5]])
+    pairs = torch.tensor([[0, 0], [0, 1]])
+    runs = []
+    for gains in ([1.0, 9.0], [9.0, 1.0]):
+        data = EvalData(image, text, pairs, ["i"], ["a", "b"], gains=np.array(gains))
+        runs.append(evaluate(data, Exponents(0.0, 0.0), {"model": "m"}, resamples=5))
+    low, high = (r.json["retrieval"]["i2t"]["dot"]["ndcg@10"] for r in runs)
+    assert high == 1.0 and low < 0.8
+    assert runs[0].json["data"]["fingerprint"] != runs[1].json["data"]["fingerprint"]

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from mmclip.array_files import SUFFIXES
 from mmclip.errors import UsageError
 from mmclip.evaluation import evaluate
+from mmclip.pools import Distractors
 from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings, save_embeddings
 from mmclip.similarity import Exponents
 
@@ -56,8 +57,14 @@ def whole() -> SavedEmbeddings:
         captions=["a", "b " * 2000, "", "d", "é", "f"],
         levels=["full", "vague"] * 3,
         n_objects=[1, 2, 3, 4],
-        distractor_image=torch.ones(2, D),
-        distractor_text=torch.ones(1, D),
+        distractors=Distractors(
+            "distractors",
+            torch.ones(2, D),
+            torch.ones(3, D),
+            ["x", "", "y"],
+            "mark",
+            {"image": [0, 1], "text": [1, 1, 0]},
+        ),
         evidence={"t2i": torch.tensor([0.1, -3.0, 2.0, 4.0], dtype=torch.float64)},
         model="logs/x",
         facts=FACTS,
@@ -101,7 +108,10 @@ def test_every_field_survives(tmp_path: Path, suffix: str) -> None:
     found = load_embeddings(tmp_path / f"x{suffix}")
     for field in dataclasses.fields(saved):
         a, b = getattr(saved, field.name), getattr(found, field.name)
-        if field.name == "evidence":
+        if field.name == "distractors":
+            assert torch.equal(a.image, b.image) and torch.equal(a.text, b.text) and a.owner == b.owner
+            assert a.fingerprint() == b.fingerprint()
+        elif field.name == "evidence":
             assert a.keys() == b.keys() and torch.equal(a["t2i"], b["t2i"])
         elif isinstance(a, torch.Tensor):
             assert torch.equal(a, b) and a.dtype == b.dtype, field.name
@@ -174,6 +184,8 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     (lambda g: {"pairs": np.array([[0.0, 1.0]])}, "pairs of shape .* float64"),
     (lambda g: {"pairs": np.array([[0, 1]]), "gains": np.array([0.0])}, "above 0"),
     (lambda g: {"pairs": np.array([[0, 1]]), "gains": np.ones(2)}, r"gains of shape \[2\]"),
+    (lambda g: {"distractor_text": g["text"][:, :2]}, r"distractors text embeddings of shape \[6, 2\]"),
+    (lambda g: {"distractor_text": g["text"], "distractor_owner": np.ones(2, int)}, r"distractor_owner of shape \[2\]"),
     (lambda g: {"captions": np.array(["a"])}, "captions has 1 entries"),
     (lambda g: {"n_objects": np.ones(N)}, "n_objects of shape .* float64"),
     (lambda g: {"meta": np.array("[1]")}, "meta is a list: expected an object"),
