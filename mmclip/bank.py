@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from mmclip.build import Model
 from mmclip.correction import Bank
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import ImageTextData
+from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
 from mmclip.sources import Source
 
 
@@ -53,3 +55,28 @@ def _overlap(source: Source, side: str, rows: Sequence[int], captions: list[str]
             "in it, too; take training data, or name it: --bank transductive"
         )
     return same
+
+
+def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: SavedEmbeddings, seed: int = 0) -> Bank:
+    """As :func:`draw_bank`, out of a file of saved embeddings; items are the same where their vectors are.
+
+    Errors: UsageError for a file of another D, and where all drawn vectors are the evaluation's.
+    """
+    saved = load_embeddings(path)
+    bank = Bank(path)
+    for side in sides:
+        rows, known = getattr(saved, side), getattr(evaluated, side)
+        if rows.shape[1] != known.shape[1]:
+            raise UsageError(
+                f"--bank {one_line(path)}: vectors of {rows.shape[1]} dimensions; the evaluation has {known.shape[1]}"
+            )
+        drawn = np.sort(np.random.default_rng(seed).choice(len(rows), min(size, len(rows)), replace=False))
+        bank.vectors[side] = rows[torch.from_numpy(drawn)]
+        own = {row.tobytes() for row in known.float().numpy()}
+        bank.overlap[side] = sum(row.tobytes() in own for row in bank.vectors[side].float().numpy())
+        if bank.overlap[side] == len(drawn):
+            raise UsageError(
+                f"--bank {one_line(path)}: the evaluation set, or a part of it: all of {len(drawn)} vectors are in it, "
+                "too; take training data, or name it: --bank transductive"
+            )
+    return bank

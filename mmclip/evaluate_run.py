@@ -9,7 +9,7 @@ from typing import Any
 
 from mmclip import distributed, facts
 from mmclip.architectures import architecture_of
-from mmclip.bank import draw_bank
+from mmclip.bank import draw_bank, saved_bank
 from mmclip.build import Model, build_model
 from mmclip.comparison import verdict
 from mmclip.config_evaluate import DiagnoseSettings, EvaluateSettings
@@ -20,10 +20,12 @@ from mmclip.distractors import parse_distractors
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.finish import evaluate_source
+from mmclip.finish import evaluate_source, evaluate_with_bar
 from mmclip.model_names import WEIGHT_SUFFIXES
 from mmclip.results import Results, save_results
 from mmclip.runs import load_run, load_runs, told_of
+from mmclip.saved_embeddings import load_embeddings
+from mmclip.similarity import Direction
 from mmclip.sources import Source
 from mmclip.tables import print_comparison, print_run
 
@@ -69,6 +71,8 @@ def _verdicts(run: Results, control: Results, baseline: Results | None) -> list[
 
 
 def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
+    if settings.embeddings is not None:
+        return _evaluate_embeddings(settings, settings.embeddings)
     assert settings.model is not None
     folder = run_folder(settings.model)
     device = distributed.start(settings.device)
@@ -100,6 +104,42 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
         runner,
         model.facts,
         {"model": settings.model, "versions": facts.versions()},
+        bank=bank,
+        fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
+        seed=settings.seed,
+        block_bytes=settings.block_bytes,
+    )
+    return name, _report(results, name, where, isinstance(settings, DiagnoseSettings))
+
+
+def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Results]:
+    saved = load_embeddings(file)
+    data = saved.eval_data()
+    scales = trained_scales(saved.facts) | {
+        Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None
+    }
+    bank = None
+    if settings.bank is not None:
+        sides = sorted(bank_side(d.opposite) for d in scales)
+        bank = (
+            Bank(TRANSDUCTIVE)
+            if settings.bank == TRANSDUCTIVE
+            else saved_bank(settings.bank, sides, settings.bank_size, saved, settings.seed)
+        )
+    name = Path(file).stem
+    where = Path(settings.output) if settings.output else _default_output(None, name, file, "")
+    where.mkdir(parents=True, exist_ok=True)
+    print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {one_line(file)}", file=sys.stderr)
+    results = evaluate_with_bar(
+        data,
+        facts.native_exponents(saved.facts),
+        {
+            "model": saved.model or name,
+            "data": {"path": file, "split": None},
+            "trained_with": dict(saved.facts),
+            "versions": facts.versions(),
+        },
+        scales=scales,
         bank=bank,
         fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
         seed=settings.seed,

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.bank import draw_bank
+from mmclip.bank import draw_bank, saved_bank
 from mmclip.build import Model
 from mmclip.data import open_data
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
 from mmclip.evaluate_run import load_model
 from mmclip.image_text import ImageTextData
+from mmclip.saved_embeddings import SavedEmbeddings, save_embeddings
 from mmclip.sources import Source
 
 RUNNER = Runner(torch.device("cpu"), batch_size=16, progress=False)
@@ -88,3 +89,27 @@ def test_an_image_that_cannot_be_read_is_left_out_of_the_bank(
     damaged.places[3] = (str(tmp_path / "bad.jpg"), -1, 0)
     bank = draw_bank(Source(damaged), ("image",), 12, model, RUNNER)
     assert len(bank.vectors["image"]) == 11 and bool(bank.vectors["image"].isfinite().all())
+
+
+def saved(seed: int, n: int, dim: int = 4) -> SavedEmbeddings:
+    gen = torch.Generator().manual_seed(seed)
+    names = [str(i) for i in range(n)]
+    pairs = torch.arange(n)[:, None].repeat(1, 2)
+    return SavedEmbeddings(torch.randn(n, dim, generator=gen), torch.randn(n, dim, generator=gen), names, names, pairs)
+
+
+def test_a_file_of_embeddings_is_a_bank_too(tmp_path: Path) -> None:
+    own, train = saved(0, 9), saved(1, 30)
+    train.text[:5] = own.text[:5]
+    save_embeddings(tmp_path / "train.npz", train)
+    bank = saved_bank(str(tmp_path / "train.npz"), ("text",), 100, own)
+    assert torch.equal(bank.vectors["text"], train.text) and bank.overlap == {"text": 5}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [(saved(0, 9), "all of 9 vectors are in it"), (saved(1, 9, 5), "vectors of 5 dimensions")]
+)
+def test_a_file_that_can_be_no_bank_is_one_line(tmp_path: Path, other: SavedEmbeddings, says: str) -> None:
+    save_embeddings(tmp_path / "x.safetensors", other)
+    with pytest.raises(UsageError, match=says):
+        saved_bank(str(tmp_path / "x.safetensors"), ("text",), 100, saved(0, 9))
