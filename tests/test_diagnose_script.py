@@ -1,4 +1,4 @@
-"""evaluate.py and diagnose.py as a user runs them: saved embeddings, banks, distractors, and wrong input of each kind."""
+"""evaluate.py and diagnose.py as a user runs them: saved embeddings, banks, distractors, wrong input of every kind."""
 
 from __future__ import annotations
 
