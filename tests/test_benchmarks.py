@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from mmclip.saved_embeddings import SavedEmbeddings, save_embeddings
 
 
 def run(root: Path, *flags: str, name: str = "retrieval.py") -> str:
@@ -47,3 +50,24 @@ def test_serving_tells_in_one_line_of_a_file_that_is_none(root, tmp_path):
     command = [sys.executable, str(root / "benchmarks/serving.py"), "--embeddings", str(tmp_path / "x.npz")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, f"error: {tmp_path / 'x.npz'}: no such file\n")
+
+
+def test_agreement_with_clip_benchmark_is_told_and_a_difference_is_an_error(root, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("clip_benchmark")
+    from benchmarks import agreement
+
+    gen = torch.Generator().manual_seed(0)
+    image = torch.randn(50, 8, generator=gen) * torch.randn(50, 1, generator=gen).exp()
+    text = image.repeat_interleave(2, 0) + torch.randn(100, 8, generator=gen)
+    owner = [t // 2 for t in range(100)]
+    pairs = torch.tensor([[i, t] for t, i in enumerate(owner)])
+    names = [str(i) for i in range(100)]
+    saved = SavedEmbeddings(image, text, names[:50], names, pairs, owner=owner)
+    save_embeddings(tmp_path / "x.npz", saved)
+    assert run(root, "--embeddings", str(tmp_path / "x.npz"), name="agreement.py").endswith("the numbers agree\n")
+    stock = agreement.theirs
+    monkeypatch.setattr(agreement, "theirs", lambda *a: {k: v + 0.03 for k, v in stock(*a).items()})
+    monkeypatch.setattr(sys, "argv", ["agreement.py", "--embeddings", str(tmp_path / "x.npz")])
+    with pytest.raises(SystemExit) as left:
+        agreement.main()
+    assert left.value.code == 1 and "12 numbers are further apart" in capsys.readouterr().out
