@@ -94,16 +94,21 @@ def legend_label(name: str) -> str:
 
 
 def plot_tradeoff(
-    results_by_name: Mapping[str, Results], path: str | Path, pool: str = MAIN_POOL, theme: Theme = LIGHT
+    results_by_name: Mapping[str, Results],
+    path: str | Path,
+    pool: str = MAIN_POOL,
+    theme: Theme = LIGHT,
+    size: tuple[float, float] = (6.4, 5.6),
 ) -> Path:
     """Write a PNG: success@1 of t2i across, of i2t up; native filled with 95% intervals, cosine hollow.
 
     A line joins the two scorings of a run: its length is what the embeddings' lengths do. A run with corrected scores
-    has a third point, half filled: native in the direction that was trained, corrected in the other. Returns ``path``.
+    has a third point, half filled: native in the direction that was trained, corrected in the other. size: inches.
+    Returns ``path``.
     """
     from matplotlib.lines import Line2D
 
-    figure, axes = new_figure(theme, 6.4, 5.6)
+    figure, axes = new_figure(theme, *size)
     handles = []
     corrected = False
     for i, (name, results) in enumerate(results_by_name.items()):

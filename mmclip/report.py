@@ -126,7 +126,7 @@ def _pool(runs: Sequence[ReportRun], pool: str, differences: Json) -> Json:
         "about": POOLS.get(pool, "a set of candidates of its own"),
         "counts": f"{place['n_images']:,} images and {place['n_texts']:,} texts; "
         f"{asked['i2t']:,} images and {asked['t2i']:,} texts ask",
-        "numbers": {d.value: [tables.numbers(run, pool, d.value) for run in runs] for d in CLIP_DIRECTIONS},
+        "numbers": {d.value: tables.numbers(runs, pool, d.value) for d in CLIP_DIRECTIONS},
         "changes": differences.get(pool, {}),
     }
 
@@ -144,14 +144,19 @@ def _verdicts(runs: Sequence[ReportRun], control: Results | None, baseline: Resu
     return [
         {
             "run": one_line(name, 60),
+            "main": verdict["pool"] == MAIN_POOL,
             "question": "Was length learned?" if kind == "learned" else "Is length useful?",
             "answer": words[verdict[kind]["verdict"]],
             "place": f"{verdict['direction']}, pool {one_line(verdict['pool'], 40)}",
-            "sentence": one_line(verdict[kind]["sentence"], 600),
+            "sentence": _sentence(verdict[kind]["sentence"]),
         }
         for name, verdict in found
         for kind in ("learned", "useful")
     ]
+
+
+def _sentence(text: str) -> str:
+    return one_line(text[:1].upper() + text[1:], 600)
 
 
 def _alarms(run: ReportRun) -> list[str]:

@@ -142,12 +142,14 @@ def _sheets(run: ReportRun, items: Items, direction: Direction, scoring: str, pi
         lengths = array(f"{MAIN_POOL}/lengths/{direction.query_side}")
         query = _answer(pictures, items, direction.query_side, row, False, f"length {lengths[row]:.2f}", 0)
         known = _cosines(run, where, q)
+        # pictures stand three in a row: six of them, or five and the one that was missed
+        shown = SHOWN + (direction.document_side == "image" and first[q] <= SHOWN)
         answers = [
             _described(run, pictures, items, direction, int(i), bool(r), rank, known)
-            for rank, (i, r) in enumerate(zip(ids[q][:SHOWN], relevant[q][:SHOWN], strict=True), start=1)
+            for rank, (i, r) in enumerate(zip(ids[q][:shown], relevant[q][:shown], strict=True), start=1)
         ]
         own = _own(items, direction, row)
-        if first[q] > SHOWN and own is not None and own not in ids[q][:SHOWN]:
+        if first[q] > shown and own is not None and own not in ids[q][:shown]:
             missed = _described(run, pictures, items, direction, own, True, 0, known)
             answers.append(missed._replace(missed=True))
         return Example(query, answers, words)

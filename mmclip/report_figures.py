@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,8 @@ _PANELS: tuple[tuple[str, str, bool, tuple[tuple[str, str, bool], ...]], ...] = 
         for d in CLIP_DIRECTIONS
     ),
 )
+
+_VALIDATION = re.compile(r"val_(\w+)_success@1_(\w+)")
 
 
 def length_pictures(run: ReportRun, folder: Path) -> list[Picture]:
@@ -99,13 +102,13 @@ def curve_pictures(runs: Sequence[ReportRun], folder: Path) -> list[Picture]:
             for key, label, dashed in kinds:
                 if name == "gamma" and run.trained.get("norm") != "learned":
                     continue  # it stands still: the table of runs has its value
-                words = " ".join(w for w in (run.name if len(runs) > 1 else "", label) if w)
+                words = label if len(runs) == 1 else "" if dashed else run.name  # colours are the runs'
                 series.append(_series(run, key.format(main=_main_direction(run)), words, dashed))
         series = [s for s in series if len(s.steps)]
         if not series:
             continue
         what = ylabel if len(runs) > 1 else f"{ylabel} of {runs[0].name}"
-        dashes = f" {kinds[1][1]} is dashed." if len(kinds) > 1 else ""
+        dashes = f" Dashed: {kinds[1][1]}." if len(kinds) > 1 else ""
         pictures.append(
             write_picture(
                 folder,
@@ -127,6 +130,10 @@ def _main_direction(run: ReportRun) -> str:
 
 def _series(run: ReportRun, key: str, label: str, dashed: bool) -> Series:
     points = [(float(line["step"]), float(line[key])) for line in run.lines if is_number(line.get(key))]
+    match = _VALIDATION.fullmatch(key)
+    if match and run.lines:  # the last validation is the evaluation itself
+        last = run.results.json["retrieval"][match[1]][match[2]]["success@1"]
+        points += [(float(run.lines[-1]["step"]), float(last))] if is_number(last) else []
     return Series(label, run.number, dashed, [s for s, _ in points], [v for _, v in points])
 
 
@@ -135,7 +142,7 @@ def tradeoff_pictures(runs: Sequence[ReportRun], pools: Sequence[str], folder: P
     results = {run.name: run.results for run in runs}
     pictures = []
     for i, pool in enumerate(pools):
-        files = [plot_tradeoff(results, folder / f"tradeoff-{i}-{t.name}.png", pool, t) for t in (LIGHT, DARK)]
+        files = [plot_tradeoff(results, folder / f"tradeoff-{i}-{t.name}.png", pool, t, (5.0, 4.9)) for t in (LIGHT, DARK)]
         alt = f"Trade-off of {len(runs)} runs: success@1 of text to image across, of image to text up, pool {pool}."
         pictures.append(picture_of(files, alt, f"pool {pool}: up and to the right is better."))
     return pictures

@@ -22,7 +22,7 @@ from mmclip.files import write_atomically
 from mmclip.plots import DARK, LIGHT, MARKERS, Theme, legend_label, new_figure, write_png
 
 Array = NDArray[Any]
-WIDTH, HEIGHT, DPI = 4.3, 2.9, 170  # inches, pixels an inch: sharp where a pixel of the page is two of the screen
+WIDTH, HEIGHT, DPI = 3.4, 2.6, 190  # inches, pixels an inch: sharp where a pixel of the page is two of the screen
 BINS = 36
 MAX_POINTS = 1500  # of a kind in a scatter; more hide each other
 COLOURS = 96  # of a picture's palette: a third of the bytes, and nothing that an eye could tell
@@ -118,7 +118,9 @@ def scatter_figure(theme: Theme, lengths: Array, cosines: Array, relevant: Array
 
 
 def curves_figure(theme: Theme, series: Sequence[Series], ylabel: str, log: bool = False) -> Any:
-    """Curves over training steps; points are marked where there are few of them."""
+    """Curves over training steps; points are marked where there are few of them. "" is no entry of the legend."""
+    from matplotlib.ticker import LogLocator
+
     figure, axes = _axes(theme, "step", ylabel)
     for one in series:
         few = len(one.steps) <= 8
@@ -130,10 +132,12 @@ def curves_figure(theme: Theme, series: Sequence[Series], ylabel: str, log: bool
             linewidth=1.5,
             marker=MARKERS[one.run % len(MARKERS)] if few else None,
             markersize=4,
-            label=legend_label(one.label),
+            label=legend_label(one.label) if one.label else None,
         )
     if log:
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.margins(x=0.02)
     return _with_legend(figure, axes, theme)
 

@@ -46,7 +46,8 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """run: its number, for its colour, or None; strong: what the eye should find first; about: explains the head."""
+    """run: its number, for its colour, or None; strong: what the eye should find first; about: stands beneath the head.
+    A row without cells heads those below it."""
 
     head: str
     cells: list[Cell]
@@ -74,23 +75,27 @@ def glance(runs: Sequence[ReportRun], pool: str = MAIN_POOL) -> Table:
             cells = []
             for direction in CLIP_DIRECTIONS:
                 cells.append(_rate_cell(retrieval[direction.value].get(scoring), "success@1", bar=True))
-            rows.append(Row(f"{run.name} · {scoring}", cells, run.number, scoring == NATIVE))
-    return Table(f"success@1 in both directions, pool {pool}", ["run · scoring", *map(_long, CLIP_DIRECTIONS)], rows)
+            rows.append(Row(run.name, cells, run.number, scoring == NATIVE, scoring))
+    return Table(f"success@1 in both directions, pool {pool}", ["run, scoring", *map(_long, CLIP_DIRECTIONS)], rows)
 
 
-def numbers(run: ReportRun, pool: str, direction: str) -> Table:
-    """Every metric of one run in one direction; scorings with the same numbers share a row."""
-    section = run.results.pools[pool]["retrieval"][direction]
+def numbers(runs: Sequence[ReportRun], pool: str, direction: str) -> Table:
+    """Every metric in one direction, run by run; scorings with the same numbers share a row."""
     rows, notes = [], []
-    for names in _alike(section):
-        found = section[names[0]]
-        cells = [_rate_cell(found, metric) for metric in RATES]
-        median = found.get("median_rank")
-        cells.append(Cell(f"{median:g}") if is_number(median) else Cell(NO, kind="none"))
-        rows.append(Row(" = ".join(names), cells, run.number, NATIVE in names))
-    if isinstance(section.get(CORRECTED), dict):
-        notes.append(_bank_words(section[CORRECTED]))
-    return Table(f"{run.name}, {direction}, pool {pool}", ["scoring", *RATES.values(), "med. rank"], rows, notes)
+    for run in runs:
+        section = run.results.pools[pool]["retrieval"][direction]
+        if len(runs) > 1:
+            rows.append(Row(run.name, [], run.number))
+        for names in _alike(section):
+            found = section[names[0]]
+            cells = [_rate_cell(found, metric) for metric in RATES]
+            median = found.get("median_rank")
+            cells.append(Cell(f"{median:g}") if is_number(median) else Cell(NO, kind="none"))
+            rows.append(Row(" = ".join(names), cells, strong=NATIVE in names))
+        if isinstance(section.get(CORRECTED), dict):
+            note = _bank_words(section[CORRECTED])
+            notes += [note] if note not in notes else []
+    return Table(f"{direction}, pool {pool}", ["scoring", *RATES.values(), "median rank"], rows, notes)
 
 
 def changes(runs: Sequence[ReportRun]) -> dict[str, dict[str, Table]]:
@@ -107,11 +112,12 @@ def changes(runs: Sequence[ReportRun]) -> dict[str, dict[str, Table]]:
             rows = []
             for run in others:
                 section = found[run.number][pool][direction.value]
+                rows.append(Row(f"{run.name} less {first.name}", [], run.number))
                 for names in _alike(section):
                     cells = [_change_cell(section[names[0]][metric]) for metric in RATES]
-                    rows.append(Row(f"{run.name} · {' = '.join(names)}", cells, run.number, NATIVE in names))
+                    rows.append(Row(" = ".join(names), cells, strong=NATIVE in names))
             label = f"differences to {first.name}, {direction.value}, pool {pool}"
-            tables[pool][direction.value] = Table(label, ["run · scoring", *RATES.values()], rows)
+            tables[pool][direction.value] = Table(label, ["scoring", *RATES.values()], rows)
     return tables
 
 
@@ -122,7 +128,7 @@ def lengths(runs: Sequence[ReportRun], pool: str) -> Table:
     for side, direction in sides:
         columns += [f"|{side}| mean", "CV", f"d topk, {direction}", "d corpus", "d pairs"]
     rows = []
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
     for run in runs:
         cells = []
         for side, _ in sides:
@@ -134,9 +140,12 @@ def lengths(runs: Sequence[ReportRun], pool: str) -> Table:
                 cells.append(value_cell(section["cohens_d"].get(kind), signed=True))
                 reason = section["cohens_d"].get(f"{kind}_reason")
                 if reason is not None:
-                    reasons.setdefault(f"|{side}| d {kind} does not exist: {one_line(reason)}", []).append(run.name)
+                    reasons.setdefault((kind, one_line(reason)), {}).setdefault(f"|{side}|", []).append(run.name)
         rows.append(Row(run.name, cells, run.number))
-    notes = [r if len(who) == len(runs) else f"{r} ({', '.join(who)})" for r, who in reasons.items()]
+    notes = []
+    for (kind, reason), of in reasons.items():
+        who = [s if len(names) == len(runs) else f"{s} ({', '.join(names)})" for s, names in of.items()]
+        notes.append(f"d {kind} of {' and '.join(who)} does not exist: {reason}.")
     return Table(f"embedding length, pool {pool}", columns, rows, notes)
 
 
@@ -190,7 +199,7 @@ def value_cell(found: Any, signed: bool = False) -> Cell:
     if not is_number(value):
         return Cell(NO, kind="none")
     text = f"{value:+.2f}" if signed else number(float(value))
-    return Cell(text, span(ci, 2 if signed else 3, signed))
+    return Cell(_minus(text), _minus(span(ci, 2 if signed else 3)))
 
 
 def _alike(section: Json) -> list[list[str]]:
@@ -216,7 +225,11 @@ def _change_cell(change: Json) -> Cell:
     if not is_number(delta):
         return Cell(NO, kind="none")
     kind = "noise" if change["within_noise"] else "up" if delta > 0 else "down"
-    return Cell(rate(delta) if delta < 0 else f"+{rate(delta)}", span(change["ci"], signed=True), kind)
+    return Cell(_minus(rate(delta) if delta < 0 else f"+{rate(delta)}"), _minus(span(change["ci"])), kind)
+
+
+def _minus(number: str) -> str:
+    return number.replace("-", "−")
 
 
 def _bank_words(found: Json) -> str:
