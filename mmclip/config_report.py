@@ -40,9 +40,9 @@ class ReportSettings:
             raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
 
 
-DESCRIPTION = """One HTML page for one run, or for several over the same data: both directions with intervals, lengths by
-relevance, training curves, the best and the worst retrievals with their pictures. It needs no network and no other
-file; its pictures lie beside it, too, as PNGs for light and for dark pages."""
+DESCRIPTION = """One HTML page for one run, or for several over the same data: both directions with intervals,
+lengths by relevance, training curves, the best and the worst retrievals with their pictures. It needs no network and
+no other file; its pictures lie beside it, too, as PNGs for light and for dark pages."""
 
 EXAMPLES = """examples:
   python scripts/report.py --runs logs/demo-scenes-seed0/qnorm

@@ -69,7 +69,7 @@ def new_figure(theme: Theme, width: float, height: float, dpi: int = 130) -> tup
     axes.tick_params(colors=theme.ink, color=theme.soft, labelsize=9)
     for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
         label.set_color(theme.ink)
-        label.set_size(10)
+        label.set_fontsize(10)
     return figure, axes
 
 
@@ -151,9 +151,7 @@ def plot_tradeoff(
     axes.set_xlabel("text → image, success@1")
     axes.set_ylabel("image → text, success@1")
     axes.set_title(f"Both directions, pool {one_line(pool, 40)}", loc="left", fontsize=11, color=theme.ink)
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor=theme.ink
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor=theme.ink)
     return write_png(figure, Path(path))
 
 

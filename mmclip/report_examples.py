@@ -219,9 +219,7 @@ def _described(
     return _answer(pictures, items, direction.document_side, row, relevant, words, rank)
 
 
-def _answer(
-    pictures: _Pictures, items: Items, side: str, row: int, relevant: bool, numbers: str, rank: int
-) -> Answer:
+def _answer(pictures: _Pictures, items: Items, side: str, row: int, relevant: bool, numbers: str, rank: int) -> Answer:
     if side == "image":
         return Answer(True, one_line(items.image_keys[row], 80), pictures.uri(row), relevant, numbers, rank)
     return Answer(False, one_line(items.captions[row], 220), "", relevant, numbers, rank)

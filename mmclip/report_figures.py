@@ -142,7 +142,9 @@ def tradeoff_pictures(runs: Sequence[ReportRun], pools: Sequence[str], folder: P
     results = {run.name: run.results for run in runs}
     pictures = []
     for i, pool in enumerate(pools):
-        files = [plot_tradeoff(results, folder / f"tradeoff-{i}-{t.name}.png", pool, t, (5.0, 4.9)) for t in (LIGHT, DARK)]
+        files = [
+            plot_tradeoff(results, folder / f"tradeoff-{i}-{t.name}.png", pool, t, (5.0, 4.9)) for t in (LIGHT, DARK)
+        ]
         alt = f"Trade-off of {len(runs)} runs: success@1 of text to image across, of image to text up, pool {pool}."
         pictures.append(picture_of(files, alt, f"pool {pool}: up and to the right is better."))
     return pictures

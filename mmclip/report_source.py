@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mmclip.config import TrainSettings
 from mmclip.errors import UsageError, one_line
@@ -111,7 +111,7 @@ def read_items(path: Path, results: Results) -> Items | None:
         return None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of JSON is a finite number.
 
     >>> is_number(0.5), is_number(float("nan")), is_number(True), is_number(None)

@@ -198,7 +198,7 @@ def value_cell(found: Any, signed: bool = False) -> Cell:
     value, ci = (found.get("value"), found.get("ci")) if isinstance(found, dict) else (found, None)
     if not is_number(value):
         return Cell(NO, kind="none")
-    text = f"{value:+.2f}" if signed else number(float(value))
+    text = f"{value:+.2f}" if signed else number(value)
     return Cell(_minus(text), _minus(span(ci, 2 if signed else 3)))
 
 
@@ -233,7 +233,9 @@ def _minus(number: str) -> str:
 
 
 def _bank_words(found: Json) -> str:
-    words = f"corrected: evidence over a bank of {_setting_words(found.get('bank_size'))} ({one_line(found.get('bank'))})"
+    words = (
+        f"corrected: evidence over a bank of {_setting_words(found.get('bank_size'))} ({one_line(found.get('bank'))})"
+    )
     if is_number(found.get("alpha")):
         words += f", α {number(float(found['alpha']))}"
     if found.get("transductive"):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmclip.evaluation import EvalData, Results, evaluate, save_results
+from mmclip.evaluation import EvalData, Results, save_results
 from mmclip.pools import make_pools
 from mmclip.retrieval import rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization, magnitude, score
@@ -62,6 +62,17 @@ def add_lists(results: Results, data: EvalData, native: Exponents, folder: Path)
     (folder / "items.json").write_text(json.dumps(items), encoding="utf-8")
     save_results(results, folder)
     return results
+
+
+def add_corrected(results: Results, **bank: object) -> None:
+    """Scorings that exist in one direction only, t2i: "reversed", and "corrected" with the facts of its bank."""
+    for pool, section in results.pools.items():
+        scorings = section["retrieval"]["t2i"]
+        for name, of in (("reversed", "dot"), ("corrected", "cosine")):
+            scorings[name] = scorings[of] | (bank if name == "corrected" else {})
+            prefix = f"{pool}/t2i/{of}/"
+            for key in [k for k in results.per_query if k.startswith(prefix) and "/top_" not in k]:
+                results.per_query[f"{pool}/t2i/{name}/{key.removeprefix(prefix)}"] = results.per_query[key]
 
 
 def make_pictures(folder: Path) -> Path:
