@@ -30,10 +30,10 @@ from mmclip.build import Tokenizer
 from mmclip.data import is_folder, shards_of
 from mmclip.errors import UsageError, one_line
 from mmclip.evaluate_run import load_model
-from mmclip.evaluation import NATIVE
 from mmclip.facts import native_exponents
 from mmclip.files import write_text_atomically
 from mmclip.model_names import names_a_file
+from mmclip.results import NATIVE
 from mmclip.scored_model import ScoredModel
 from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
 

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip import diagnostics, metrics
+from mmclip.correction import trained_directions
 from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import NATIVE, Results
 from mmclip.pools import MAIN_POOL
-from mmclip.similarity import CLIP_DIRECTIONS, Direction
+from mmclip.results import NATIVE, Results
+from mmclip.similarity import Direction
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -43,24 +44,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
             ]
             clusters = b.array(f"{pool}/{direction}/clusters")
             found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
-            report[pool][direction] = {s: {m: _delta(next(found)) for m in metrics.RATES} for s in names}
+            report[pool][direction] = {s: {m: as_delta(next(found)) for m in metrics.RATES} for s in names}
     return report
-
-
-def trained_directions(run: Results) -> tuple[Direction, ...]:
-    """The directions whose loss the run minimized, from its "trained_with".
-
-    Errors: UsageError where it names no known loss.
-    """
-    facts = run.json.get("trained_with") or {}
-    loss = facts.get("loss")
-    known = {"sym": CLIP_DIRECTIONS, "asym-i2t": (Direction.I2T,), "asym-t2i": (Direction.T2I,)}
-    if loss not in known:
-        raise UsageError(f"the run names the loss {one_line(loss)}; a direction needs one of: {', '.join(known)}")
-    weight = facts.get("i2t_weight")
-    if loss == "sym" and weight in (0, 1):
-        return (Direction.I2T,) if weight == 1 else (Direction.T2I,)
-    return known[loss]
 
 
 def verdict(
@@ -89,7 +74,7 @@ def verdict(
     Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1.
     """
     if direction is None:
-        trained = trained_directions(run)
+        trained = trained_directions(run.json.get("trained_with") or {})
         if len(trained) > 1:
             raise UsageError("the run trained both directions; name one of: i2t, t2i")
         direction = trained[0]
@@ -143,7 +128,7 @@ def _learned(run: Results, control: Results, where: tuple[str, str], direction: 
         "verdict": learned,
         "d_run": values[0],
         "d_control": values[1],
-        **_delta((delta, lo, hi)),
+        **as_delta((delta, lo, hi)),
         "sentence": (
             f"{side} length {'was learned' if learned else 'is not shown to be learned'}: d(topk) {values[0]:.2f} "
             f"against the control's {values[1]:.2f}, difference {_signed(delta, lo, hi, 2)}."
@@ -165,7 +150,7 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
         "metric": metric,
         "native_minus_cosine_run": float(own.mean()),
         "dot_minus_cosine_control": float(luck.mean()),
-        "gain": _delta(gain),
+        "gain": as_delta(gain),
         "native_minus_baseline_cosine": None,
     }
     above = gain[1] > 0
@@ -178,7 +163,7 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
             return {**report, **_undecided(f"{words}; without the sym/cosine run the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
     beside = metrics.paired_difference(hits(baseline, "cosine"), hits(run, NATIVE), clusters, **options)
-    report["native_minus_baseline_cosine"] = _delta(beside)
+    report["native_minus_baseline_cosine"] = as_delta(beside)
     words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
     if above and beside[0] >= 0 >= beside[1]:
         return {**report, **_undecided(f"{words}, not below it but within noise of it")}
@@ -195,7 +180,8 @@ def _signed(delta: float, lo: float, hi: float, digits: int) -> str:
     return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
 
 
-def _delta(found: tuple[float, float, float]) -> Json:
+def as_delta(found: tuple[float, float, float]) -> Json:
+    """(difference, low, high) as results have it; "within_noise" says that the interval holds 0."""
     delta, lo, hi = found
     return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
 
@@ -209,6 +195,12 @@ def _same_data(a: Results, b: Results) -> None:
             raise UsageError(
                 f"runs over different data cannot be compared: {key} is {one_line(left, 60)} for {names[0]} and "
                 f"{one_line(right, 60)} for {names[1]}; evaluate both on the same data"
+            )
+    for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
+        marks = [r.json["pools"][pool].get("fingerprint") for r in (a, b)]
+        if marks[0] != marks[1]:
+            raise UsageError(
+                f"runs over different distractors cannot be compared: pool {one_line(pool, 60)} is not the same in both"
             )
 
 

@@ -23,6 +23,7 @@ SCENES = "builtin:scenes"
 CHANGEABLE = ("batch_size", "accum_freq", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2", "eps", "warmup",
               "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
 
+BANK_SIZE = 2000  # items over which the zero points of a direction that was not trained are estimated
 DATA, MODEL, LOSS, OPTIMIZATION, RUN = "data", "model", "loss and normalization", "optimization", "run"
 
 
@@ -182,6 +183,12 @@ class TrainSettings:
         choices=CHANGEABLE,
         nargs="*",
         metavar="NAME",
+    )
+    bank_size: int = flag(
+        BANK_SIZE,
+        RUN,
+        "training captions (or images) that the last evaluation corrects the untrained direction with; 0: none",
+        metavar="N",
     )
     keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
     strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")

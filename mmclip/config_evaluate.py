@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mmclip.config import DATA, MODEL, PRECISIONS, RUN, SCENES
-from mmclip.errors import UsageError
+from mmclip.config import BANK_SIZE, DATA, MODEL, PRECISIONS, RUN, SCENES
+from mmclip.errors import UsageError, one_line
 from mmclip.flags import flag, parse
 
 
@@ -21,12 +21,35 @@ class EvaluateSettings:
         "or a model config JSON; may be left out where only finished runs are compared",
     )
     pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file, for a model name or JSON")
+    embeddings: str | None = flag(
+        None,
+        MODEL,
+        "saved embeddings instead of a model and data: .safetensors or .npz, as scripts/embed.py writes them",
+        metavar="FILE",
+    )
     data: str = flag(SCENES, DATA, "evaluation data: a folder in clip-benchmark's layout, shards, a CSV, or builtin:…")
     split: str | None = flag(None, DATA, "split of a folder [test, else val]")
     dataset_type: str = flag("auto", DATA, "how to read the data", choices=("auto", "webdataset", "csv"))
     csv_img_key: str = flag("filepath", DATA, "CSV column of image paths")
     csv_caption_key: str = flag("title", DATA, "CSV column of captions")
     csv_separator: str = flag("\t", DATA, "CSV separator")
+    distractors: list[str] | None = flag(
+        None,
+        DATA,
+        "candidates that match nothing, each kind a pool of its own: data sets, or blank, noise, blurred, shuffled "
+        "(pictures), boilerplate, shuffled-words (captions)",
+        type=str,
+        nargs="+",
+        metavar="KIND",
+    )
+    bank: str | None = flag(
+        None,
+        DATA,
+        "training data whose captions (or images) correct the direction that was not trained; 'transductive' takes "
+        "the evaluation's own, which a real search does not have",
+    )
+    bank_split: str | None = flag(None, DATA, "split of the bank's folder [train]")
+    bank_size: int = flag(BANK_SIZE, DATA, "how many of the bank's captions (or images) to draw", metavar="N")
     batch_size: int = flag(64, RUN, "images and captions a batch", metavar="B")
     workers: int = flag(2, RUN, "processes that read and decode images", metavar="N")
     precision: str = flag("fp32", RUN, "autocast of the encoders; scores are always float32", choices=PRECISIONS)
@@ -48,14 +71,23 @@ class EvaluateSettings:
     )
     baseline: str | None = flag(None, RUN, "the sym/cosine run of that verdict", metavar="RUN")
     plot: str | None = flag(None, RUN, "write the trade-off picture of the compared runs here", metavar="PNG")
-    seed: int = flag(0, RUN, "of the bootstrap")
+    block_bytes: int = flag(64 * 2**20, RUN, "working memory of the ranking, beside the embeddings", metavar="BYTES")
+    seed: int = flag(0, RUN, "of the bootstrap and of everything that is drawn")
 
     def __post_init__(self) -> None:
-        for name, low in (("batch_size", 1), ("workers", 0), ("seed", 0)):
+        lowest = {"batch_size": 1, "workers": 0, "seed": 0, "bank_size": 1, "block_bytes": 2**20}
+        for name, low in lowest.items():
             if getattr(self, name) < low:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {low}")
-        if self.model is None and not self.compare:
-            raise UsageError("nothing to do: give --model, or --compare with finished runs")
+        if self.model is None and self.embeddings is None and not self.compare:
+            raise UsageError("nothing to do: give --model, --embeddings, or --compare with finished runs")
+        if self.embeddings is not None:
+            for name in ("model", "pretrained", "split", "distractors"):
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"--embeddings {one_line(self.embeddings)} with --{name}: saved embeddings are what they are; "
+                        "encode again with scripts/embed.py"
+                    )
         if self.baseline is not None and self.control is None:
             raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
         if self.pretrained is not None and self.model is None:
@@ -64,8 +96,9 @@ class EvaluateSettings:
 
 DESCRIPTION = """Evaluate a model in both retrieval directions under every scoring, with magnitudes, and compare runs.
 
-Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with. A plain CLIP is
-native in cosine."""
+Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with (a plain CLIP's is
+cosine). A direction whose opposite was trained has two more: reversed, the trained scores read backwards, and, with
+--bank, corrected: those less what each candidate scores on average over the bank."""
 
 EXAMPLES = """examples:
   python scripts/evaluate.py --model logs/demo-scenes-seed0/qnorm --data builtin:scenes
@@ -73,6 +106,12 @@ EXAMPLES = """examples:
 
   python scripts/evaluate.py --model ViT-B-32 --pretrained laion2b_s34b_b79k --data DIR/flickr8k --output logs/zero-shot
       any open_clip model on your own data
+
+  python scripts/evaluate.py --model RUN --data DIR/flickr8k --split val --bank DIR/flickr8k --bank-size 2000
+      the same for a run, its untrained direction corrected with 2,000 captions of the training split
+
+  python scripts/evaluate.py --embeddings vectors.npz
+      vectors of any two encoders: image [N, D], text [M, D], image_ids, text_ids, text_image_ids
 
   D=logs/demo-scenes-seed0; python scripts/evaluate.py --compare $D/baseline $D/qnorm $D/control \\
       --control $D/control --baseline $D/baseline --plot tradeoff.png
@@ -82,3 +121,32 @@ EXAMPLES = """examples:
 def parse_evaluate(argv: Sequence[str] | None = None) -> EvaluateSettings:
     """The command line of evaluate.py. Errors: UsageError."""
     return parse(EvaluateSettings, argv, DESCRIPTION, EXAMPLES)
+
+
+@dataclasses.dataclass
+class DiagnoseSettings(EvaluateSettings):
+    """Every flag of diagnose.py."""
+
+    fisher: bool = flag(True, RUN, "the condition numbers of the four Fisher matrices: a minute and more at D = 512")
+
+
+DESCRIPTION_DIAGNOSE = """Everything that a model's raw vectors tell: lengths by side and role, Cohen's d and AUC of
+relevance, hubness, anisotropy, effective rank, modality gap, entropy of the scores, Fisher condition numbers.
+
+It writes what evaluate.py writes and a Fisher section; --control RUN asks whether length was learned and is useful."""
+
+EXAMPLES_DIAGNOSE = """examples:
+  python scripts/diagnose.py --model ViT-B-32 --pretrained laion2b_s34b_b79k --data DIR/flickr8k --output logs/zero-shot
+      what the lengths of a plain CLIP know, without training
+
+  python scripts/diagnose.py --embeddings vectors.safetensors --no-fisher
+      the same for saved vectors, in seconds
+
+  python scripts/diagnose.py --model RUN --data DIR/flickr8k --distractors boilerplate shuffled-words blank noise \\
+      --control CONTROL
+      against captions and pictures that match nothing, and against the run whose lengths no loss saw"""
+
+
+def parse_diagnose(argv: Sequence[str] | None = None) -> DiagnoseSettings:
+    """The command line of diagnose.py. Errors: UsageError."""
+    return parse(DiagnoseSettings, argv, DESCRIPTION_DIAGNOSE, EXAMPLES_DIAGNOSE)

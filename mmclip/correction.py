@@ -18,15 +18,66 @@ The correction is one more dimension of an inner-product index, so it costs noth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mmclip.errors import UsageError
-from mmclip.similarity import Direction, Exponents, normalize
+from mmclip.errors import UsageError, one_line
+from mmclip.similarity import CLIP_DIRECTIONS, Direction, Exponents, normalize
 
 TRANSDUCTIVE = "transductive"  # the name of the bank that is the evaluation's own items
-BANK_SIZE = 2000
 _BLOCK_BYTES = 64 * 2**20
+_TRAINED = {"sym": CLIP_DIRECTIONS, "asym-i2t": (Direction.I2T,), "asym-t2i": (Direction.T2I,)}
+
+
+@dataclass
+class Bank:
+    """Documents of the trained direction that the zero points are estimated over.
+
+    name: of its data, or ``TRANSDUCTIVE``: the pool's own items, which a real search engine does not have beforehand.
+    vectors: side -> raw [B, D]; the sides that it has are those that can be corrected for. overlap: side -> how many
+    of its items are the evaluation's, too.
+    """
+
+    name: str
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    overlap: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def transductive(self) -> bool:
+        return self.name == TRANSDUCTIVE
+
+    def of(self, side: str, pool: Mapping[str, Tensor]) -> Tensor | None:
+        """The side's rows, of the ``pool`` where the bank is transductive; None where it has none."""
+        return pool[side] if self.transductive else self.vectors.get(side)
+
+
+def trained_directions(facts: Mapping[str, Any]) -> tuple[Direction, ...]:
+    """The directions whose loss a model minimized; facts: mmclip.json, or "trained_with" of results.json.
+
+    Errors: UsageError where they name no known loss.
+    """
+    loss, weight = facts.get("loss"), facts.get("i2t_weight")
+    if loss not in _TRAINED:
+        raise UsageError(f"the run names the loss {one_line(loss)}; a direction needs one of: {', '.join(_TRAINED)}")
+    if loss == "sym" and weight in (0, 1):
+        return (Direction.I2T,) if weight == 1 else (Direction.T2I,)
+    return _TRAINED[loss]
+
+
+def trained_scales(facts: Mapping[str, Any], loaded_scale: float | None = None) -> dict[Direction, float | None]:
+    """alpha of every direction that was trained, None where it is not told; {} for facts of no known loss.
+
+    A plain CLIP (no facts) was trained both ways with one scale, that of its checkpoint.
+    """
+    if not facts:
+        return dict.fromkeys(CLIP_DIRECTIONS, loaded_scale)
+    if facts.get("loss") not in _TRAINED:
+        return {}
+    return {d: facts.get(f"logit_scale_{d.value}") for d in trained_directions(facts)}
 
 
 def reversed_exponents(exponents: Exponents) -> Exponents:

@@ -7,14 +7,18 @@ from pathlib import Path
 from mmclip.config import TrainSettings
 from mmclip.config_evaluate import EvaluateSettings
 from mmclip.data import builtin_folder, find_split, is_folder, open_data
+from mmclip.distractors import parse_distractors
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import ImageTextData
 
 DISTRACTORS = "distractors"  # a split whose pictures and captions match nothing
 
 
-def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData | None, ImageTextData | None]:
-    """(training data, evaluation data or None, distractors of the evaluation data or None).
+Named = dict[str, ImageTextData]  # sets of distractors, by the name that their pool gets
+
+
+def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData | None, Named]:
+    """(training data, evaluation data or None, the evaluation data's own distractors, if any).
 
     Without --val-data the evaluation data are another split (test, else val) of the training data's folder, where it
     has one. Errors: UsageError.
@@ -27,7 +31,7 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
             )
         data = data.subset(range(settings.train_num_samples))
     if settings.val_data == "none":
-        return data, None, None
+        return data, None, {}
     if settings.val_data is not None:
         return (
             data,
@@ -37,13 +41,32 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
     root = builtin_folder(settings.train_data) or Path(settings.train_data)
     found = find_split(root, settings.val_split, "eval") if is_folder(root) else None
     if found is None or found.name == data.split:
-        return data, None, None
+        return data, None, {}
     return data, _open(settings, settings.train_data, found.name, "eval"), _distractors(settings, settings.train_data)
 
 
-def open_evaluation(settings: EvaluateSettings) -> tuple[ImageTextData, ImageTextData | None]:
-    """(evaluation data, its distractors or None). Errors: UsageError."""
-    return _open(settings, settings.data, settings.split, "eval"), _distractors(settings, settings.data)
+def open_evaluation(settings: EvaluateSettings) -> tuple[ImageTextData, Named]:
+    """(evaluation data, its own distractors and those of --distractors). Errors: UsageError."""
+    data = _open(settings, settings.data, settings.split, "eval")
+    named = _distractors(settings, settings.data)
+    for source in parse_distractors(settings.distractors or [])[1]:
+        extra = _open(settings, source, None, "eval")
+        if extra.fingerprint() == data.fingerprint():
+            raise UsageError(f"--distractors {one_line(source)}: the evaluation data themselves, which match something")
+        named[f"{Path(source).name}-{extra.split}".strip("-")] = extra
+    return data, named
+
+
+def open_bank(settings: EvaluateSettings, evaluated: ImageTextData) -> ImageTextData:
+    """The data of --bank. Errors: UsageError, also where they are the evaluation data themselves."""
+    assert settings.bank is not None
+    data = _open(settings, settings.bank, settings.bank_split, "train")
+    if data.fingerprint() == evaluated.fingerprint():
+        raise UsageError(
+            f"--bank {one_line(settings.bank)}: the evaluation data themselves ({one_line(data.split, 60)}); take "
+            "training data, or name it: --bank transductive"
+        )
+    return data
 
 
 def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | None, purpose: str) -> ImageTextData:
@@ -58,8 +81,8 @@ def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | 
     )
 
 
-def _distractors(settings: TrainSettings | EvaluateSettings, source: str) -> ImageTextData | None:
+def _distractors(settings: TrainSettings | EvaluateSettings, source: str) -> Named:
     root = builtin_folder(source) or Path(source)
     if not is_folder(root / DISTRACTORS):
-        return None
-    return _open(settings, source, DISTRACTORS, "eval")
+        return {}
+    return {DISTRACTORS: _open(settings, source, DISTRACTORS, "eval")}

@@ -7,7 +7,7 @@ stands in the section "magnitude".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,18 +36,6 @@ Array = NDArray[Any]
 TextLengths = Mapping[str, Array]  # unit -> [n], -1 where there is no text
 
 
-def text_lengths(texts: Sequence[str]) -> dict[str, Array]:
-    """{"words": [n], "characters": [n]} of texts; words are separated by white space.
-
-    >>> text_lengths(["a dog", ""])
-    {'words': array([2, 0]), 'characters': array([5, 0])}
-    """
-    return {
-        "words": np.array([len(t.split()) for t in texts], dtype=np.int64),
-        "characters": np.array([len(t) for t in texts], dtype=np.int64),
-    }
-
-
 @torch.no_grad()
 def diagnose(
     query: Tensor,
@@ -71,7 +59,7 @@ def diagnose(
     clusters [Q]                    of rankings' queries, document_clusters [N]: what a bootstrap draws together
     native, alpha                   the trained exponents, and alpha of this direction; None: calibrated on these
                                     vectors so that the effective scale is ``SCALE_INIT``
-    text_length                     role ("query": [n] a unit, "document": [N]) -> :func:`text_lengths`; a role is left
+    text_length                     role ("query": [n] a unit, "document": [N]) -> pools.text_lengths; a role is left
                                     out where it has no text
     fisher                          False leaves the costliest part out
     resamples, fisher_resamples, seed   of the bootstraps, and of what is sampled

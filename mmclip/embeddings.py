@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Runner:
         self,
         encode: Encode,
         data: ImageTextData,
-        transform: Callable[[object], Tensor],
+        transform: Callable[[Any], Tensor],
         rows: range | None = None,
         label: str = "images",
     ) -> tuple[Tensor, dict[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 
 from mmclip import metrics
 from mmclip.build import Model
-from mmclip.embeddings import Embeddings, Runner
+from mmclip.distractors import KINDS, Corrupted, captions
+from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import EvalData
 from mmclip.image_text import ImageTextData
+from mmclip.pools import Distractors, EvalData
 from mmclip.retrieval import rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 from mmclip.sources import Source
@@ -21,30 +23,39 @@ from mmclip.sources import Source
 
 @dataclasses.dataclass
 class EvalSource:
-    """What a model is evaluated on: ``main`` holds queries and candidates, ``distractors`` candidates only."""
+    """What a model is evaluated on: ``main`` holds queries and candidates; ``distractors``, by the name of their pool,
+    and ``kinds``, made out of the main data (mmclip.distractors), candidates only."""
 
     main: Source
-    distractors: Source | None
+    distractors: dict[str, Source] = dataclasses.field(default_factory=dict)
+    kinds: list[str] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def open(
         cls,
         data: ImageTextData,
-        distractors: ImageTextData | None,
+        distractors: Mapping[str, ImageTextData],
         model: Model,
         runner: Runner,
-        cache_dir: Path | None,
+        cache_dir: Path | None = None,
+        kinds: Sequence[str] = (),
     ) -> EvalSource:
-        main = Source.open(data, model, runner, cache_dir, "evaluation")
-        extra = Source.open(distractors, model, runner, cache_dir, "distractors") if distractors else None
-        return cls(main, extra)
+        def source(content: ImageTextData, label: str) -> Source:
+            return Source.open(content, model, runner, cache_dir, label)
 
-    def eval_data(self, model: Model, runner: Runner, with_distractors: bool = True) -> EvalData:
+        return cls(source(data, "evaluation"), {name: source(d, name) for name, d in distractors.items()}, list(kinds))
+
+    def eval_data(self, model: Model, runner: Runner, with_distractors: bool = True, seed: int = 0) -> EvalData:
         """Encode everything once and put the relevance beside it."""
         found = self.main.embed(model, runner, "evaluation")
         self.skipped = dict(found.skipped)
-        extra = self.distractors.embed(model, runner, "distractors") if self.distractors and with_distractors else None
+        distractors = []
+        if with_distractors:
+            for name, source in self.distractors.items():
+                extra = source.embed(model, runner, name)
+                distractors.append(Distractors(name, extra.image, extra.text, extra.captions))
+            distractors += [self._kind(kind, found, model, runner, seed) for kind in self.kinds]
         return EvalData(
             image=found.image,
             text=found.text,
@@ -54,9 +65,17 @@ class EvalSource:
             levels=_levels(self.main.data, found),
             n_objects=_object_counts(self.main.data, found),
             owner=found.owner,
-            distractor_image=extra.image if extra else None,
-            distractor_text=extra.text if extra else None,
+            distractors=distractors,
         )
+
+    def _kind(self, kind: str, found: Embeddings, model: Model, runner: Runner, seed: int) -> Distractors:
+        """One built-in kind: as many pictures as the data have, made out of them, or as many captions."""
+        if KINDS[kind] == "text":
+            texts = captions(kind, found.captions, len(found.captions), seed)
+            return Distractors(kind, text=runner.texts(encode_text(model), texts, model.tokenize, kind), captions=texts)
+        made = Corrupted(kind, model.transform(), seed)
+        image, bad = runner.images(encode_image(model), self.main.data, made, label=kind)
+        return Distractors(kind, image=image[[row for row in range(len(image)) if row not in bad]])
 
     def quick_numbers(self, model: Model, native: Exponents, runner: Runner) -> dict[str, float]:
         """success@1 of both directions, natively and by cosine, on the main pool: what is watched while training."""

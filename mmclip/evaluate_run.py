@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from mmclip import distributed, facts
+from mmclip.bank import draw_bank
 from mmclip.build import Model, build_model
 from mmclip.comparison import verdict
-from mmclip.config_evaluate import EvaluateSettings
-from mmclip.datasets import open_evaluation
+from mmclip.config_evaluate import DiagnoseSettings, EvaluateSettings
+from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, trained_scales
+from mmclip.datasets import open_bank, open_evaluation
+from mmclip.diagnostics_table import print_diagnostics
+from mmclip.distractors import parse_distractors
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.evaluation import Results, save_results
 from mmclip.finish import evaluate_source
-from mmclip.image_text import ImageTextData
+from mmclip.results import Results, save_results
 from mmclip.runs import load_run, load_runs, told_of
+from mmclip.sources import Source
 from mmclip.tables import print_comparison, print_run
 
 
@@ -30,7 +34,7 @@ def evaluate_model(settings: EvaluateSettings) -> None:
     others = load_runs(settings.compare or [])
     control = load_run(settings.control) if settings.control else None
     baseline = load_run(settings.baseline) if settings.baseline else None
-    if settings.model is not None:
+    if settings.model is not None or settings.embeddings is not None:
         name, results = _evaluate(settings)
         runs[name] = results
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
@@ -40,7 +44,7 @@ def evaluate_model(settings: EvaluateSettings) -> None:
             f"--control {one_line(settings.control)}: none of the runs has its loss and keeps its documents' length "
             "(gamma_d below 1), so there is nothing to give a verdict on"
         )
-    if settings.model is None and len(runs) == 1 and not verdicts:
+    if settings.model is None and settings.embeddings is None and len(runs) == 1 and not verdicts:
         name, results = next(iter(runs.items()))
         print_run(results, name, groups=True)
     elif len(runs) > 1 or verdicts:
@@ -66,10 +70,12 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     assert settings.model is not None
     folder = run_folder(settings.model)
     device = distributed.start(settings.device)
+    kinds, _ = parse_distractors(settings.distractors or [])
     data, distractors = open_evaluation(settings)
+    bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
+    extra = "".join(f" and {len(d):,} {one_line(name, 60)}" for name, d in distractors.items())
     print(
-        f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]"
-        + (f" and {len(distractors):,} distractors" if distractors else ""),
+        f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]{extra}",
         file=sys.stderr,
     )
     model = load_model(settings.model, settings.pretrained)
@@ -77,22 +83,41 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     runner = Runner(
         device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size, settings.workers
     )
-    where = Path(settings.output) if settings.output else _default_output(folder, settings.model, data)
-    where.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is found before the work, not after
-    source = EvalSource.open(data, distractors, model, runner, None)
-    about: dict[str, Any] = {"trained_with": model.facts, "versions": facts.versions()}
-    native = facts.native_exponents(model.facts)
     name = folder.name if folder else settings.model
-    results = evaluate_source(source, model, runner, native, settings.model, about, settings.seed)
+    where = Path(settings.output) if settings.output else _default_output(folder, name, data.path, data.split)
+    where.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is found before the work, not after
+    source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
+    bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
+    if bank_data is not None:
+        sides = sorted(bank_side(d.opposite) for d in trained_scales(model.facts))
+        bank_source = Source.open(bank_data, model, runner, None, "bank")
+        bank = draw_bank(bank_source, sides, settings.bank_size, model, runner, settings.seed, data)
+    results = evaluate_source(
+        source,
+        model,
+        runner,
+        model.facts,
+        {"model": settings.model, "versions": facts.versions()},
+        bank=bank,
+        fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
+        seed=settings.seed,
+        block_bytes=settings.block_bytes,
+    )
+    return name, _report(results, name, where, isinstance(settings, DiagnoseSettings))
+
+
+def _report(results: Results, name: str, where: Path, diagnostics: bool) -> Results:
     print_run(results, name, groups=True)
+    if diagnostics:
+        print_diagnostics(results, name)
     print(f"results: {one_line(save_results(results, where))}")
-    return name, results
+    return results
 
 
-def _default_output(run: Path | None, model: str, data: ImageTextData) -> Path:
+def _default_output(run: Path | None, model: str, data: str, split: str) -> Path:
     """Never the run's own results.json, which may be of other data."""
     parent = run / "evaluations" if run else Path("logs") / "evaluations" / re.sub(r"[^\w.-]+", "-", model).strip("-.")
-    return parent / f"{Path(data.path).resolve().name}-{data.split}"
+    return parent / f"{Path(data).resolve().name}-{split}".strip("-")
 
 
 def run_folder(model: str) -> Path | None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from rich.progress import TaskID
+
 from mmclip import checkpoints, facts
+from mmclip.bank import draw_bank
 from mmclip.build import Model
+from mmclip.correction import Bank, bank_side, trained_directions, trained_scales
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.evaluation import Results, evaluate, save_results
+from mmclip.evaluation import evaluate
+from mmclip.pools import EvalData
+from mmclip.results import Results, save_results
+from mmclip.runlog import progress_bar
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents
 from mmclip.skipped import told
 from mmclip.tables import print_comparison, print_run
@@ -42,14 +50,15 @@ def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
     if trainer.val_source is None:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
         return None
+    sides = {bank_side(d.opposite) for d in trained_directions(trained)} if settings.bank_size else set()
     results = evaluate_source(
         trainer.val_source,
         trainer.model,
         trainer.runner,
-        facts.native_exponents(trained),
-        settings.model,
-        {"trained_with": trained, "seed": settings.seed, "versions": facts.versions()},
-        settings.seed,
+        trained,
+        {"model": settings.model, "seed": settings.seed, "versions": facts.versions()},
+        bank=draw_bank(trainer.source, sorted(sides), settings.bank_size, trainer.model, trainer.runner, settings.seed),
+        seed=settings.seed,
     )
     # the last validation: the run's alarms look at it, too
     last = {
@@ -76,19 +85,47 @@ def evaluate_source(
     source: EvalSource,
     model: Model,
     runner: Runner,
-    native: Exponents,
-    model_name: str,
-    about: dict[str, Any],
-    seed: int,
+    trained: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    bank: Bank | None = None,
+    fisher: bool = False,
+    seed: int = 0,
+    **ranking: Any,
 ) -> Results:
-    """Encode an evaluation set once and evaluate it."""
-    data = source.eval_data(model, runner)
+    """Encode an evaluation set once and evaluate it.
+
+    trained: mmclip.json, or {} for a plain CLIP. about: what else results.json says. ranking: of ``evaluate``.
+    """
+    data = source.eval_data(model, runner, seed=seed)
     if source.skipped:
         print(f"evaluation data: {told(source.skipped)}", file=sys.stderr)
     known = {
-        "model": model_name,
         "data": {"path": source.main.data.path, "split": source.main.data.split},
         "skipped": source.skipped,
+        "trained_with": dict(trained),
         **about,
     }
-    return evaluate(data, native, known, seed=seed)
+    return evaluate_with_bar(
+        data,
+        facts.native_exponents(trained),
+        known,
+        scales=trained_scales(trained, model.loaded_scale),
+        bank=bank,
+        fisher=fisher,
+        seed=seed,
+        **ranking,
+    )
+
+
+def evaluate_with_bar(data: EvalData, native: Exponents, about: Mapping[str, Any], **how: Any) -> Results:
+    """:func:`mmclip.evaluation.evaluate` with a progress bar a pool."""
+    with progress_bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(pool: str, done: int, total: int) -> None:
+            if pool not in tasks:
+                tasks[pool] = bar.add_task(f"ranking, pool {one_line(pool, 40)}", total=total, note="")
+            bar.update(tasks[pool], completed=done)
+
+        return evaluate(data, native, about, progress=progress, **how)

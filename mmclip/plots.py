@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmclip.errors import one_line
-from mmclip.evaluation import NATIVE, Results
 from mmclip.pools import MAIN_POOL
+from mmclip.results import NATIVE, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,9 +1,9 @@
 """What is evaluated: raw embeddings with their relevance, and the pools of candidates cut from them.
 
 A pool is a set of candidates with its own queries. ``retrieval`` is the main one: every image and every caption, no
-distractor. Beside it stand ``full`` (only captions of level "full", where levels are known and differ) and
-``distractors`` (everything, plus candidates that match nothing), each with its own numbers: they are not comparable
-across pools.
+distractor. Beside it stand ``full`` (only captions of level "full", where levels are known and differ) and one pool for
+each set of distractors (everything, plus candidates that match nothing), each with its own numbers: they are not
+comparable across pools.
 """
 
 from __future__ import annotations
@@ -19,13 +19,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.errors import UsageError
-from mmclip.relevance import group_pairs
+from mmclip.errors import UsageError, one_line
+from mmclip.relevance import Judged
 from mmclip.sides import lengths
 
 Array = NDArray[Any]
 FULL = "full"
 MAIN_POOL = "retrieval"
+
+
+@dataclass
+class Distractors:
+    """Candidates that match nothing and never ask: image [N2, D], text [M2, D], either None; captions [M2] where known.
+
+    ``name`` becomes the pool's.
+    """
+
+    name: str
+    image: Tensor | None = None
+    text: Tensor | None = None
+    captions: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.image, self.text = (x if x is not None and len(x) else None for x in (self.image, self.text))
+
+    def sides(self) -> dict[str, Tensor]:
+        return {side: x for side, x in (("image", self.image), ("text", self.text)) if x is not None}
+
+    def fingerprint(self) -> str:
+        """16 hex digits of name, counts and captions."""
+        counts = {side: len(x) for side, x in self.sides().items()}
+        content = json.dumps([self.name, counts, self.captions])
+        return hashlib.sha256(content.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 @dataclass
@@ -39,7 +64,8 @@ class EvalData:
     n_objects                    N counts or None
     owner                        M image rows: whose caption a text is, used to resample an image's captions together;
                                  None: the image of the text's first pair; -1: nobody's
-    distractor_image [N2, D], distractor_text [M2, D]    candidates that are never queries; None (or no row): none
+    distractors                  sets of candidates that are never queries
+    gains [P]                    how relevant each pair is, above 0; None: all alike
 
     Errors: UsageError, one line, for shapes or lengths that disagree, rows outside, no pair, and values not finite.
     """
@@ -52,21 +78,18 @@ class EvalData:
     levels: list[str] | None = None
     n_objects: list[int] | None = None
     owner: list[int] | None = None
-    distractor_image: Tensor | None = None
-    distractor_text: Tensor | None = None
+    distractors: list[Distractors] = field(default_factory=list)
+    gains: Array | None = None
 
     def __post_init__(self) -> None:
-        if self.distractor_image is not None and len(self.distractor_image) == 0:
-            self.distractor_image = None
-        if self.distractor_text is not None and len(self.distractor_text) == 0:
-            self.distractor_text = None
+        self.distractors = [d for d in self.distractors if d.sides()]
+        names = [d.name for d in self.distractors]
+        taken = {n for n in names if names.count(n) > 1} | ({MAIN_POOL, FULL} & set(names))
+        if taken:
+            raise UsageError(f"distractors called {one_line(sorted(taken)[0], 60)!r} twice, or like another pool")
         dim = self.image.shape[-1] if self.image.ndim else 0
         named = {"image": self.image, "text": self.text}
-        named |= {
-            name: x
-            for name, x in (("distractor image", self.distractor_image), ("distractor text", self.distractor_text))
-            if x is not None
-        }
+        named |= {f"{one_line(d.name, 60)} {side}": x for d in self.distractors for side, x in d.sides().items()}
         for side, x in named.items():
             if x.ndim != 2 or len(x) == 0 or x.shape[1] != dim:
                 raise UsageError(
@@ -83,44 +106,60 @@ class EvalData:
         ):
             if values is not None and len(values) != n:
                 raise UsageError(f"{name} has {len(values)} entries; {n} embeddings need {n}")
-        # Also checks the pairs: rows that exist, and at least one.
+        # Also checks the pairs and gains: rows that exist, and at least one.
         self.pairs = torch.as_tensor(self.pairs, dtype=torch.int64).cpu()
-        group_pairs(self.pairs, len(self.image), len(self.text))
+        Judged.read(self.pairs, self.gains, len(self.image), len(self.text))
         if self.owner is not None:
             outside = [o for o in self.owner if not -1 <= o < len(self.image)]
             if outside:
                 raise UsageError(f"owner names image row {outside[0]}; valid rows are -1 to {len(self.image) - 1}")
 
+    def owners(self) -> Array:
+        """[M]: the image row of every text, -1 for nobody's."""
+        owner = np.full(len(self.text), -1)
+        if self.owner is not None:
+            owner[:] = self.owner
+        else:
+            every = self.pairs.numpy()
+            owner[every[::-1, 1]] = every[::-1, 0]  # written last to first, so that the first pair stays
+        return owner
+
     def fingerprint(self) -> str:
-        """16 hex digits of keys, captions, levels, pairs and distractor counts: equal when runs can be paired."""
+        """16 hex digits of keys, captions, levels and pairs: equal when runs can be paired."""
         digest = hashlib.sha256()
-        counts = [0 if x is None else len(x) for x in (self.distractor_image, self.distractor_text)]
-        digest.update(json.dumps([self.image_keys, self.captions, self.levels, counts]).encode())
+        digest.update(json.dumps([self.image_keys, self.captions, self.levels]).encode())
         digest.update(np.unique(self.pairs.numpy(), axis=0).astype("<i8").tobytes())
+        if self.gains is not None:
+            digest.update(np.asarray(self.gains, dtype="<f8").tobytes())
         return digest.hexdigest()[:16]
 
 
 @dataclass
 class Pool:
-    """One pool: raw vectors by side, pairs by pool rows, and what is known of each row.
+    """One pool: raw vectors by side, pairs by pool rows with their gains, and what is known of each row.
 
     clusters: side -> [n] numbers; rows with one number (an image and its captions) are resampled together.
     whole: side -> {attribute: [n] whole numbers, -1 unknown}; named: side -> {attribute: [n] str, "" unknown}
+    text_length: unit -> [n texts], -1 unknown, as :func:`text_lengths` has it
+    fingerprint: of its distractors, None for a pool without
     """
 
     name: str
     vectors: dict[str, Tensor]
     pairs: Array
+    gains: Array | None
     clusters: dict[str, Array]
     whole: dict[str, dict[str, Array]] = field(default_factory=dict)
     named: dict[str, dict[str, Array]] = field(default_factory=dict)
+    text_length: dict[str, Array] = field(default_factory=dict)
+    fingerprint: str | None = None
 
 
 def make_pools(data: EvalData) -> list[Pool]:
     """The main pool, then those of the others that ``data`` has."""
-    n, m = len(data.image), len(data.text)
+    m = len(data.text)
     pairs = data.pairs.numpy()
-    main = _pool(data, MAIN_POOL, np.arange(m), pairs)
+    main = _pool(data, MAIN_POOL, np.arange(m), pairs, data.gains)
     pools = [main]
     levels = np.array(data.levels or [], dtype=object)
     full = np.flatnonzero(levels == FULL)
@@ -128,47 +167,62 @@ def make_pools(data: EvalData) -> list[Pool]:
         place = np.full(m, -1)
         place[full] = np.arange(len(full))
         kept = np.column_stack([pairs[:, 0], place[pairs[:, 1]]])
-        kept = kept[kept[:, 1] >= 0]
-        if len(kept):
-            pools.append(_pool(data, FULL, full, kept))
-    extra = {"image": data.distractor_image, "text": data.distractor_text}
-    if any(x is not None for x in extra.values()):
-        pool = _pool(data, "distractors", np.arange(m), pairs)
-        next_cluster = n + m
-        for side, x in extra.items():
-            if x is None:
-                continue
-            pool.vectors[side] = torch.cat([pool.vectors[side], x.to(pool.vectors[side])])
-            new = np.arange(next_cluster, next_cluster + len(x))
-            next_cluster += len(x)
-            pool.clusters[side] = np.concatenate([pool.clusters[side], new])
-            pool.whole[side] = {k: np.append(v, np.full(len(x), -1)) for k, v in pool.whole[side].items()}
-            pool.named[side] = {k: np.append(v, [""] * len(x)) for k, v in pool.named[side].items()}
-        pools.append(pool)
-    return pools
+        among = kept[:, 1] >= 0
+        if among.any():
+            gains = None if data.gains is None else np.asarray(data.gains)[among]
+            pools.append(_pool(data, FULL, full, kept[among], gains))
+    return pools + [_with_distractors(data, pairs, d) for d in data.distractors]
 
 
-def _pool(data: EvalData, name: str, texts: Array, pairs: Array) -> Pool:
+def _with_distractors(data: EvalData, pairs: Array, distractors: Distractors) -> Pool:
+    m = len(data.text)
+    pool = _pool(data, distractors.name, np.arange(m), pairs, data.gains)
+    pool.fingerprint = distractors.fingerprint()
+    next_cluster = len(data.image) + m
+    for side, x in distractors.sides().items():
+        pool.vectors[side] = torch.cat([pool.vectors[side], x.to(pool.vectors[side])])
+        new = np.arange(next_cluster, next_cluster + len(x))
+        next_cluster += len(x)
+        pool.clusters[side] = np.concatenate([pool.clusters[side], new])
+        pool.whole[side] = {k: np.append(v, np.full(len(x), -1)) for k, v in pool.whole[side].items()}
+        pool.named[side] = {k: np.append(v, [""] * len(x)) for k, v in pool.named[side].items()}
+        if side == "text":
+            known = text_lengths(distractors.captions) if distractors.captions is not None else {}
+            unknown = np.full(len(x), -1)
+            pool.text_length = {k: np.append(v, known.get(k, unknown)) for k, v in pool.text_length.items()}
+    return pool
+
+
+def _pool(data: EvalData, name: str, texts: Array, pairs: Array, gains: Array | None) -> Pool:
     """All images with the text rows ``texts``; pairs in the pool's rows. Cluster numbers: images 0..N-1, texts that
     belong to nobody N + their row."""
     n = len(data.image)
-    owner = np.full(len(data.text), -1)
-    if data.owner is not None:
-        owner[:] = data.owner
-    else:
-        every = data.pairs.numpy()
-        owner[every[::-1, 1]] = every[::-1, 0]  # written last to first, so that the first pair stays
+    owner = data.owners()
     text_clusters = np.where(owner >= 0, owner, n + np.arange(len(owner)))[texts]
-    words = np.array([len(c.split()) for c in data.captions], dtype=np.int64)[texts]
+    lengths_of_text = {unit: n[texts] for unit, n in text_lengths(data.captions).items()}
     counts = _optional(data.n_objects)
     return Pool(
         name=name,
         vectors={"image": data.image, "text": data.text[torch.as_tensor(texts)]},
         pairs=pairs,
+        gains=gains,
         clusters={"image": np.arange(n), "text": text_clusters},
-        whole={"image": {} if counts is None else {"n_objects": counts}, "text": {"n_words": words}},
+        whole={"image": {} if counts is None else {"n_objects": counts}, "text": {"n_words": lengths_of_text["words"]}},
         named={"image": {}, "text": {} if data.levels is None else {"level": np.array(data.levels, object)[texts]}},
+        text_length=lengths_of_text,
     )
+
+
+def text_lengths(texts: Sequence[str]) -> dict[str, Array]:
+    """{"words": [n], "characters": [n]} of texts; words are separated by white space.
+
+    >>> text_lengths(["a dog", ""])
+    {'words': array([2, 0]), 'characters': array([5, 0])}
+    """
+    return {
+        "words": np.array([len(t.split()) for t in texts], dtype=np.int64),
+        "characters": np.array([len(t) for t in texts], dtype=np.int64),
+    }
 
 
 def _optional(values: Sequence[int] | None) -> Array | None:

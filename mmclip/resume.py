@@ -42,6 +42,7 @@ FREE_TO_CHANGE = {
     "val_split",
     "save_steps",
     "keep_checkpoints",
+    "bank_size",
     "report_to",
     "compare",
     "strict",

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mmclip.comparison import compare
 from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import Results, load_results
-from mmclip.tables import make_console, print_run
+from mmclip.results import Results, load_results
+from mmclip.table_parts import make_console
+from mmclip.tables import print_run
 
 
 def load_runs(paths: list[str]) -> dict[str, Results]:

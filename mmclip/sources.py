@@ -4,6 +4,7 @@ evaluation."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -77,20 +78,30 @@ class Source:
             text="text" not in self.cached,
         )
 
+    def vectors(
+        self, side: str, model: Model, runner: Runner, label: str, rows: Sequence[int] | None = None
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Raw vectors of a side, or of its ``rows`` (captions are counted through all images): ([n, D], {row: why}).
+
+        An image that cannot be read leaves a row of NaN and its reason.
+        """
+        model.towers.eval()
+        if side in self.cached:
+            inputs = self.cached[side]
+            return self._through_head(side, inputs if rows is None else inputs[rows], model, runner), {}
+        if side == "image":
+            data = self.data if rows is None else self.data.subset(rows)
+            return runner.images(encode_image(model), data, model.transform(), label=f"{label}: images")
+        captions = [c for image in self.data.captions for c in image]
+        captions = captions if rows is None else [captions[row] for row in rows]
+        return runner.texts(encode_text(model), captions, model.tokenize, label=f"{label}: captions"), {}
+
     def embed(self, model: Model, runner: Runner, label: str) -> Embeddings:
         """Raw vectors of every image and caption; an image that cannot be read goes with its captions."""
-        model.towers.eval()
         captions = [c for image in self.data.captions for c in image]
         owner = [row for row, image in enumerate(self.data.captions) for _ in image]
-        bad: dict[int, str] = {}
-        if "image" in self.cached:
-            image = self._through_head("image", model, runner)
-        else:
-            image, bad = runner.images(encode_image(model), self.data, model.transform(), label=f"{label}: images")
-        if "text" in self.cached:
-            text = self._through_head("text", model, runner)
-        else:
-            text = runner.texts(encode_text(model), captions, model.tokenize, label=f"{label}: captions")
+        image, bad = self.vectors("image", model, runner, label)
+        text, _ = self.vectors("text", model, runner, label)
         kept = [row for row in range(len(self.data)) if row not in bad]
         new_row = {row: i for i, row in enumerate(kept)}
         kept_texts = [i for i, row in enumerate(owner) if row in new_row]
@@ -104,9 +115,7 @@ class Source:
         )
 
     @torch.no_grad()
-    def _through_head(self, side: str, model: Model, runner: Runner) -> Tensor:
+    def _through_head(self, side: str, inputs: Tensor, model: Model, runner: Runner) -> Tensor:
         with runner.autocast():
-            parts = [
-                model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in self.cached[side].split(4096)
-            ]
+            parts = [model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in inputs.split(4096)]
         return torch.cat(parts)

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import IO, Any
+from typing import Any
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
-from mmclip import comparison
+from mmclip import comparison, metrics
 from mmclip.errors import one_line
-from mmclip.evaluation import NATIVE, Results
 from mmclip.formats import NONE, delta, effect, number, rate
 from mmclip.pools import MAIN_POOL
+from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.similarity import CLIP_DIRECTIONS
+from mmclip.table_parts import NAME_WIDTH, column, gap, make_console, name_cell, new_table, row, titled
 
 Json = dict[str, Any]
-MIN_WIDTH = 132  # no table is wider; a narrower terminal folds lines, which is better than numbers cut off
-NAME_WIDTH = 22
 COLUMNS = (
     ("success@1", "S@1"),
     ("success@5", "S@5"),
@@ -33,6 +30,7 @@ COLUMNS = (
     ("mrr@10", "MRR"),
     ("ndcg@10", "nDCG"),
 )
+BACKWARDS = (NATIVE, REVERSED, CORRECTED)
 _LEGEND = """pools: retrieval, all images and captions; full, captions that describe everything; distractors, more
 candidates that match nothing. S@k: a relevant one among the best k; R@5: share of all relevant ones,
 small where a caption fits many images. d: Cohen's d of length, relevant against irrelevant among each
@@ -42,37 +40,34 @@ query's 10 best by cosine (topk), or documents relevant to some query against th
 _ATTRIBUTES = {"n_words": "words in the caption", "n_objects": "objects in the picture", "level": "caption level"}
 
 
-def make_console(file: IO[str] | None = None) -> Console:
-    """A console on ``file`` (stdout): colours only where it is a terminal, and never too narrow for the tables."""
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    console.width = max(console.width, MIN_WIDTH)
-    return console
-
-
 def run_table(results: Results, name: str | None = None, pool: str = MAIN_POOL) -> Group:
     """One run: a row for each scoring, the two directions side by side."""
     section = results.pools[pool]
-    table = _table("")
+    table = new_table("")
     for direction in CLIP_DIRECTIONS:
-        _gap(table)
+        gap(table)
         for i, (_, short) in enumerate(COLUMNS):
-            _column(table, direction.value if i == 0 else "", short)
-        _column(table, "", "medR")
+            column(table, direction.value if i == 0 else "", short)
+        column(table, "", "medR")
     for names in _alike(section["retrieval"]):
         cells = [" = ".join(names)]
         for direction in CLIP_DIRECTIONS:
-            numbers = section["retrieval"][direction.value][names[0]]
+            numbers = section["retrieval"][direction.value].get(names[0])
+            if numbers is None:  # reversed and corrected exist where the other direction was trained
+                cells += [""] * (len(COLUMNS) + 2)
+                continue
             rates = [rate(numbers[k], numbers["ci"][k] if k == "success@1" else None) for k, _ in COLUMNS]
             cells += ["", *rates, f"{numbers['median_rank']:g}"]
-        _row(table, cells, style="bold" if NATIVE in names else "")
-    return _titled(name if name is not None else results.json.get("model"), results, pool, table)
+        row(table, cells, style="bold" if NATIVE in names else "")
+    return titled(name if name is not None else results.json.get("model"), results, pool, table)
 
 
 def _alike(retrieval: Json) -> list[list[str]]:
     """Scorings grouped by equal numbers in both directions, native first: four normalizations are two rankings."""
     groups: dict[str, list[str]] = {}
-    for scoring in sorted(retrieval[CLIP_DIRECTIONS[0].value], key=lambda s: s != NATIVE):
-        numbers = json.dumps([retrieval[d.value][scoring] for d in CLIP_DIRECTIONS], sort_keys=True)
+    every = dict.fromkeys(s for d in CLIP_DIRECTIONS for s in retrieval[d.value])
+    for scoring in sorted(every, key=lambda s: s != NATIVE):
+        numbers = json.dumps([retrieval[d.value].get(scoring) for d in CLIP_DIRECTIONS], sort_keys=True)
         groups.setdefault(numbers, []).append(scoring)
     return list(groups.values())
 
@@ -83,41 +78,41 @@ def runs_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
     Errors: UsageError where the runs were not evaluated on the same data.
     """
     first = next(iter(runs.values()))
-    table = _table("run")
+    table = new_table("run")
     for direction in CLIP_DIRECTIONS:
-        _gap(table)
-        _column(table, direction.value, "native")
-        _column(table, "", "to the first")
-        _column(table, "", "cosine")
+        gap(table)
+        column(table, direction.value, "native")
+        column(table, "", "to the first")
+        column(table, "", "cosine")
     for i, (name, run) in enumerate(runs.items()):
         changes = comparison.compare(first, run)[pool] if i else None
-        cells: list[Text | str] = [_name(name)]
+        cells: list[Text | str] = [name_cell(name)]
         for direction in CLIP_DIRECTIONS:
             numbers = run.pools[pool]["retrieval"][direction.value]
             native, cosine = (rate(numbers[s]["success@1"], numbers[s]["ci"]["success@1"]) for s in (NATIVE, "cosine"))
             change = delta(changes[direction.value][NATIVE]["success@1"]) if changes else ""
             cells += ["", Text(native, style="bold"), change, cosine]
-        _row(table, cells)
-    return _titled("success@1", first, pool, table)
+        row(table, cells)
+    return titled("success@1", first, pool, table)
 
 
 def lengths_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
     """Several runs (or one): mean length, CV and Cohen's d of each side, as the documents of a direction."""
-    table = _table("run")
+    table = new_table("run")
     for direction in reversed(CLIP_DIRECTIONS):
-        _gap(table)
-        _column(table, f"|{direction.document_side}|", "mean")
-        _column(table, "", "CV")
-        _column(table, f"in {direction.value}", "d topk")
-        _column(table, "", "d corpus")
+        gap(table)
+        column(table, f"|{direction.document_side}|", "mean")
+        column(table, "", "CV")
+        column(table, f"in {direction.value}", "d topk")
+        column(table, "", "d corpus")
     for name, run in runs.items():
-        cells: list[Text | str] = [_name(name)]
+        cells: list[Text | str] = [name_cell(name)]
         for direction in reversed(CLIP_DIRECTIONS):
             side = run.pools[pool]["magnitude"][direction.document_side]
             d = side["cohens_d"]
             cells += ["", number(side["mean"]), rate(side["cv"]), effect(d["topk"]), effect(d["corpus"])]
-        _row(table, cells)
-    return _titled("embedding length", next(iter(runs.values())), pool, table)
+        row(table, cells)
+    return titled("embedding length", next(iter(runs.values())), pool, table)
 
 
 def groups_table(
@@ -134,25 +129,25 @@ def groups_table(
     groups = first[by].get(attribute)
     if not groups:
         return None
-    table = _table("run")
+    table = new_table("run")
     table.add_column(Text(""), no_wrap=True)
-    for row in groups:
-        _column(table, "", row["group"])
+    for group in groups:
+        column(table, "", group["group"])
     ordered = not of_queries and attribute in first["spearman"]
     if ordered:
-        _column(table, "", "Spearman")
-    _row(table, ["", " n", *(str(row["n"]) for row in groups)])
+        column(table, "", "Spearman")
+    row(table, ["", " n", *(str(group["n"]) for group in groups)])
     for name, section in sections.items():
         rows = section[by].get(attribute) or []
-        if [row["group"] for row in rows] != [row["group"] for row in groups]:
+        if [r["group"] for r in rows] != [g["group"] for g in groups]:
             continue  # a run that was evaluated without the attribute, or with other groups of it
         found = section["spearman"].get(attribute)
         follows = [f"{found['value']:+.2f}" if found else NONE] if ordered else []
         if not of_queries:
-            _row(table, [_name(name), " mean", *(number(row["mean"]) for row in rows), *follows])
-        _row(table, [_name(name) if of_queries else "", " d topk", *(effect(row["topk"]) for row in rows)])
+            row(table, [name_cell(name), " mean", *(number(r["mean"]) for r in rows), *follows])
+        row(table, [name_cell(name) if of_queries else "", " d topk", *(effect(r["topk"]) for r in rows)])
     title = f"|{side}| by {_ATTRIBUTES.get(attribute, attribute)}" + (" that asks" if of_queries else "")
-    return _titled(title, None, pool, table)
+    return titled(title, None, pool, table)
 
 
 def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
@@ -179,6 +174,11 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
         if too_few:
             n = next(iter(too_few.values()))
             said[f"{direction.value} has {n} candidates: {', '.join(too_few)} take all of them"] = list(runs)
+    for direction in CLIP_DIRECTIONS:
+        for name, run in runs.items():
+            found = run.pools[pool]["retrieval"][direction.value].get(CORRECTED)
+            if found:
+                said.setdefault(f"{direction.value} {_bank(found)}", []).append(name)
     if any(ties.values()):
         told = ", ".join(f"{n} {d}" for d, n in ties.items())
         said[f"tied queries, at most {told}: counted against the model"] = list(runs)
@@ -188,12 +188,44 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
     ]
 
 
+def _bank(found: Json) -> str:
+    own = ", the evaluation's own items, which a real search does not have" if found["transductive"] else ""
+    same = f", {found['bank_overlap']} of which the evaluation has, too" if found.get("bank_overlap") else ""
+    return f"corrected: bank {one_line(found['bank'], 80)}, {found['bank_size']} items{own}{same}"
+
+
+def backwards_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group | None:
+    """success@1 of the directions whose opposite was trained: native, reversed, corrected, and what the correction
+    gains over reversed, paired. None where no run has a correction."""
+    rows: list[list[Text | str]] = []
+    for name, run in runs.items():
+        for direction in CLIP_DIRECTIONS:
+            numbers = run.pools[pool]["retrieval"][direction.value]
+            if CORRECTED not in numbers:
+                continue
+            before, after = (run.query_values(pool, direction.value, s, "success@1") for s in (REVERSED, CORRECTED))
+            clusters = run.array(f"{pool}/{direction.value}/clusters")
+            gain = comparison.as_delta(metrics.paired_difference(before, after, clusters))
+            shown = [rate(numbers[s]["success@1"], numbers[s]["ci"]["success@1"]) for s in BACKWARDS]
+            rows.append([name_cell(name), direction.value, *shown, delta(gain)])
+    if not rows:
+        return None
+    table = new_table("run")
+    for top, bottom in (("", "direction"), ("", "native"), ("trained scores", "reversed"), ("", "corrected"),
+                        ("corrected", "- reversed")):  # fmt: skip
+        column(table, top, bottom)
+    for cells in rows:
+        row(table, cells)
+    return titled("the trained direction read backwards, success@1", next(iter(runs.values())), pool, table)
+
+
 def print_run(results: Results, name: str | None = None, console: Console | None = None, groups: bool = False) -> None:
     """One run, every pool; with ``groups`` also lengths by caption length, level and object count."""
     console = console or make_console()
     runs = {name if name is not None else str(results.json.get("model")): results}
     for pool in results.pools:
         console.print(run_table(results, name, pool))
+        console.print(backwards_table(runs, pool) or "", end="")
     _print_lengths(runs, console, groups)
 
 
@@ -207,6 +239,7 @@ def print_comparison(
     console = console or make_console()
     for pool in _shared_pools(runs):
         console.print(runs_table(runs, pool))
+        console.print(backwards_table(runs, pool) or "", end="")
     console.print(Text("± half of the 95% interval; ~ within noise: the paired interval of the difference holds 0\n"))
     _print_lengths(runs, console, groups=True)
     for found in verdicts:
@@ -242,39 +275,3 @@ def _print_lengths(runs: Mapping[str, Results], console: Console, groups: bool) 
 def _shared_pools(runs: Mapping[str, Results]) -> list[str]:
     first, *others = runs.values()
     return [pool for pool in first.pools if all(pool in run.pools for run in others)]
-
-
-def _table(first: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.add_column(Text(f"\n{first}"), no_wrap=True, overflow="ellipsis")
-    return table
-
-
-def _gap(table: Table) -> None:
-    table.add_column(Text(""), no_wrap=True)
-
-
-def _column(table: Table, top: str, bottom: str) -> None:
-    table.add_column(Text.assemble(top, "\n", _name(bottom)), justify="right", no_wrap=True)
-
-
-def _row(table: Table, cells: Iterable[Text | str], style: str = "") -> None:
-    table.add_row(*(Text(c) if isinstance(c, str) else c for c in cells), style=style)
-
-
-def _titled(title: object, results: Results | None, pool: str, table: Table) -> Group:
-    # Where a table is too wide the first column, a name, may be cut. A number never is.
-    for column in table.columns[1:]:
-        column.min_width = max(line.cell_len for c in column.cells if isinstance(c, Text) for line in c.split())
-    words = f" · pool {one_line(pool, 40)}"
-    if results is not None:
-        place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
-        asked = ", ".join(f"{n} {d}" for d, n in place["n_queries"].items())
-        words += f": {place['n_images']} images, {place['n_texts']} texts; queries {asked}"
-    return Group(Text.assemble((one_line(title, 60), "bold"), one_line(words, 200)), table, Text(""))
-
-
-def _name(name: object) -> Text:
-    text = Text(one_line(name), no_wrap=True)
-    text.truncate(NAME_WIDTH, overflow="ellipsis")
-    return text

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.comparison import compare, trained_directions, verdict
+from mmclip.comparison import compare, verdict
 from mmclip.errors import UsageError
-from mmclip.evaluation import EvalData, Results, evaluate
+from mmclip.evaluation import evaluate
+from mmclip.pools import Distractors, EvalData
+from mmclip.results import Results
 from mmclip.similarity import Direction, Exponents
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
@@ -37,8 +39,13 @@ def rich_data(**changes) -> EvalData:
     fields = {
         "levels": ["full", "full", "partial", "vague", "full"] * N,
         "n_objects": [1 + i % 3 for i in range(N)],
-        "distractor_image": 0.5 * torch.randn(40, DIM, generator=gen),
-        "distractor_text": 0.5 * torch.randn(50, DIM, generator=gen),
+        "distractors": [
+            Distractors(
+                "distractors",
+                0.5 * torch.randn(40, DIM, generator=gen),
+                0.5 * torch.randn(50, DIM, generator=gen),
+            )
+        ],
     }
     return eval_data(**fields | changes)
 
@@ -66,7 +73,6 @@ def test_comparison_is_paired_and_says_what_is_noise():
         {"captions": ["other"] * 600},
         {"image_keys": [f"x{i}" for i in range(N)]},
         {"pairs": torch.tensor([[t // CAPTIONS, t] for t in range(595)])},
-        {"distractor_text": torch.ones(3, DIM)},
     ],
 )
 def test_runs_over_different_data_are_refused(changes):
@@ -156,12 +162,11 @@ def test_level_with_the_baseline_is_not_useful_without_evidence():
     assert found["verdict"] is None and "within noise" in found["reason"]
 
 
-def test_trained_directions_follow_loss_and_weight():
-    def of(**facts):
-        return trained_directions(Results({"trained_with": facts}, {}))
+def test_runs_over_other_distractors_are_refused_and_runs_without_are_not() -> None:
+    def with_texts(n: int) -> Results:
+        extra = Distractors("distractors", text=torch.ones(n, DIM))
+        return run_of(eval_data(distractors=[extra]), b=20)
 
-    assert of(loss="sym", i2t_weight=0.5) == (Direction.I2T, Direction.T2I)
-    assert of(loss="sym", i2t_weight=1.0) == (Direction.I2T,)
-    assert of(loss="asym-t2i") == (Direction.T2I,)
-    with pytest.raises(UsageError, match="asym-i2t"):
-        of()
+    with pytest.raises(UsageError, match="pool distractors is not the same in both"):
+        compare(with_texts(3), with_texts(4))
+    assert list(compare(with_texts(3), run_of(eval_data(), b=20))) == ["retrieval"]

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.correction import bank_side, corrected_candidates, corrected_queries, log_evidence, reversed_exponents
+from mmclip.correction import (
+    bank_side,
+    corrected_candidates,
+    corrected_queries,
+    log_evidence,
+    reversed_exponents,
+    trained_directions,
+    trained_scales,
+)
 from mmclip.errors import UsageError
 from mmclip.similarity import Direction, Exponents, Normalization, score
 
@@ -77,3 +85,21 @@ def test_the_bank_holds_documents_of_the_trained_direction():
 def test_unusable_banks_are_told(bank, alpha, says):
     with pytest.raises(UsageError, match=says):
         log_evidence(_vectors(0, 4), bank, Normalization.DOT.exponents, alpha)
+
+
+def test_trained_directions_follow_loss_and_weight():
+    def of(**facts):
+        return trained_directions(facts)
+
+    assert of(loss="sym", i2t_weight=0.5) == (Direction.I2T, Direction.T2I)
+    assert of(loss="sym", i2t_weight=1.0) == (Direction.I2T,)
+    assert of(loss="asym-t2i") == (Direction.T2I,)
+    with pytest.raises(UsageError, match="asym-i2t"):
+        of()
+
+
+def test_scales_are_those_of_the_trained_directions() -> None:
+    facts = {"loss": "asym-i2t", "i2t_weight": 1.0, "logit_scale_i2t": 2.5, "logit_scale_t2i": None}
+    assert trained_scales(facts, 100.0) == {Direction.I2T: 2.5}
+    assert trained_scales({}, 100.0) == {Direction.I2T: 100.0, Direction.T2I: 100.0}
+    assert trained_scales({"loss": "unknown"}, 100.0) == {}

@@ -11,8 +11,9 @@ from scipy import stats
 
 from mmclip import diagnose as module
 from mmclip import fisher, geometry
-from mmclip.diagnose import diagnose, text_lengths, without_text_length
+from mmclip.diagnose import diagnose, without_text_length
 from mmclip.diagnostics import TOP_K, length_effects
+from mmclip.pools import text_lengths
 from mmclip.retrieval import rank
 from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization, mean_length_factors, score
 

@@ -12,7 +12,7 @@ import pytest
 from mmclip.config_evaluate import EvaluateSettings
 from mmclip.errors import UsageError
 from mmclip.evaluate_run import evaluate_model
-from mmclip.evaluation import load_results, save_results
+from mmclip.results import load_results, save_results
 from mmclip.similarity import Exponents
 from tests.test_tables import run_of
 

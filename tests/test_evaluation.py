@@ -11,7 +11,9 @@ import torch
 
 from mmclip import metrics
 from mmclip.errors import UsageError
-from mmclip.evaluation import EvalData, Results, evaluate, load_results, save_results
+from mmclip.evaluation import evaluate
+from mmclip.pools import Distractors, EvalData
+from mmclip.results import Results, load_results, save_results
 from mmclip.retrieval import rank
 from mmclip.similarity import Exponents, Normalization
 
@@ -38,8 +40,13 @@ def rich_data(**changes) -> EvalData:
     fields = {
         "levels": ["full", "full", "partial", "vague", "full"] * N,
         "n_objects": [1 + i % 3 for i in range(N)],
-        "distractor_image": 0.5 * torch.randn(40, DIM, generator=gen),
-        "distractor_text": 0.5 * torch.randn(50, DIM, generator=gen),
+        "distractors": [
+            Distractors(
+                "distractors",
+                0.5 * torch.randn(40, DIM, generator=gen),
+                0.5 * torch.randn(50, DIM, generator=gen),
+            )
+        ],
     }
     return eval_data(**fields | changes)
 
@@ -139,7 +146,7 @@ def test_degenerate_embeddings_give_json_without_nan(length):
 def test_results_survive_the_disk_exactly(tmp_path):
     results = run_of(rich_data())
     path = save_results(results, tmp_path / "run")
-    assert sorted(p.name for p in path.parent.iterdir()) == ["per_query.npz", "results.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["items.json", "per_query.npz", "results.json"]
     for source in (path, path.parent):
         loaded = load_results(source)
         assert loaded.json == results.json
@@ -180,7 +187,7 @@ def test_bad_files_are_one_line(tmp_path):
     [
         ({"text": torch.ones(600, DIM + 1)}, "text embeddings of shape"),
         ({"image": torch.full((N, DIM), float("nan"))}, "image embeddings: row 0"),
-        ({"distractor_text": torch.full((2, DIM), float("inf"))}, "distractor text embeddings: row 0"),
+        ({"distractors": [Distractors("x", text=torch.full((2, DIM), float("inf")))]}, "x text embeddings: row 0"),
         ({"pairs": torch.empty(0, 2)}, "at least one"),
         ({"pairs": torch.tensor([[0, 600]])}, "document row 600"),
         ({"image_keys": ["a"]}, "image_keys has 1 entries"),

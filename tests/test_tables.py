@@ -12,10 +12,13 @@ import torch
 from rich.console import Console
 
 from mmclip.comparison import verdict
-from mmclip.evaluation import EvalData, Results, evaluate
+from mmclip.evaluation import evaluate
 from mmclip.plots import plot_tradeoff
+from mmclip.pools import Distractors, EvalData
+from mmclip.results import Results
 from mmclip.similarity import Exponents
-from mmclip.tables import groups_table, make_console, notes, print_comparison, print_run, print_verdict, runs_table
+from mmclip.table_parts import make_console
+from mmclip.tables import groups_table, notes, print_comparison, print_run, print_verdict, runs_table
 
 HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字" + "n" * 80
 N = 40
@@ -34,8 +37,9 @@ def run_of(native: Exponents, loss: str, name: str = "m", seed: int = 0) -> Resu
         captions=[HOSTILE + " word" * (t % 12) for t in range(2 * N)],
         levels=["full", HOSTILE] * N,
         n_objects=[i % 4 for i in range(N)],
-        distractor_image=torch.randn(9, 12, generator=gen),
-        distractor_text=torch.randn(9, 12, generator=gen) * 50,
+        distractors=[
+            Distractors("distractors", torch.randn(9, 12, generator=gen), torch.randn(9, 12, generator=gen) * 50)
+        ],
     )
     return evaluate(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=60)
 

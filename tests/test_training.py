@@ -124,7 +124,8 @@ def test_results_hold_both_directions_every_scoring_and_every_pool(run: Path) ->
     for pool in (results, results["pools"]["full"], results["pools"]["distractors"]):
         for direction in ("i2t", "t2i"):
             by_scoring = pool["retrieval"][direction]
-            assert set(by_scoring) == {"cosine", "dot", "qnorm", "dnorm", "native"}
+            backwards = {"reversed", "corrected"} if direction == "t2i" else set()
+            assert set(by_scoring) == {"cosine", "dot", "qnorm", "dnorm", "native"} | backwards
             assert by_scoring["native"] == by_scoring["qnorm"]
             assert by_scoring["cosine"]["success@1"] == by_scoring["dnorm"]["success@1"]
             assert by_scoring["dot"]["success@1"] == by_scoring["qnorm"]["success@1"]
@@ -158,6 +159,8 @@ def test_evaluate_script_repeats_the_runs_own_numbers(run: Path, tiny_data: Path
         run / "model",
         "--data",
         tiny_data,
+        "--bank",
+        tiny_data,
         "--output",
         tmp_path,
         "--workers",
@@ -167,6 +170,8 @@ def test_evaluate_script_repeats_the_runs_own_numbers(run: Path, tiny_data: Path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     own, again = (json.loads((p / "results.json").read_text(encoding="utf-8")) for p in (run, tmp_path))
+    corrected = again["retrieval"]["t2i"]["corrected"]
+    assert 0 < corrected.pop("bank_overlap") < corrected["bank_size"], "vague captions are in both splits"
     assert own["retrieval"] == again["retrieval"] and own["magnitude"] == again["magnitude"]
     assert "i2t" in done.stdout and "t2i" in done.stdout and "native" in done.stdout
 

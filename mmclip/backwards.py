@@ -1,0 +1,78 @@
+"""A pool ranked against the direction that was trained: ``reversed`` and ``corrected`` (mmclip.correction)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mmclip.correction import Bank, bank_side, corrected_candidates, corrected_queries, log_evidence
+from mmclip.pools import Pool
+from mmclip.results import CORRECTED, REVERSED
+from mmclip.retrieval import Ranking, rank
+from mmclip.similarity import (
+    CLIP_DIRECTIONS,
+    SCALE_INIT,
+    TINY,
+    Direction,
+    Exponents,
+    Normalization,
+    mean_length_factors,
+)
+
+Json = dict[str, Any]
+
+
+class Backwards:
+    """What reading a trained direction backwards needs.
+
+    native: exponents by role. scales: alpha of every trained direction, None where it is not told. main: side -> the
+    main pool's vectors, on which an untold scale is calibrated (effective scale ``SCALE_INIT``), once for all pools.
+    """
+
+    def __init__(
+        self,
+        native: Exponents,
+        scales: dict[Direction, float | None],
+        bank: Bank | None,
+        main: Mapping[str, Tensor],
+    ) -> None:
+        self.native, self.bank = native, bank
+        self.told = {d: float(alpha) for d, alpha in scales.items() if alpha is not None}
+        self.scales = dict(self.told)
+        for direction in scales.keys() - self.told.keys():
+            lengths = float(mean_length_factors(*direction.roles(main), native).prod())
+            self.scales[direction] = SCALE_INIT / max(lengths, TINY)
+
+    def extend(self, pool: Pool, direction: Direction, rankings: dict[str, Ranking], block_bytes: int) -> Json:
+        """Leave ``reversed`` and ``corrected`` in ``rankings`` where they exist for ``direction``; {scoring: facts}."""
+        trained = direction.opposite
+        if trained not in self.scales:
+            rankings.pop(REVERSED, None)
+            return {}
+        side = bank_side(direction)
+        bank = self.bank.of(side, pool.vectors) if self.bank is not None else None
+        if self.bank is None or bank is None:
+            return {}
+        alpha = self.scales[trained]
+        query, candidate = direction.roles(pool.vectors)
+        evidence = log_evidence(candidate, bank, self.native, alpha, block_bytes)
+        rankings[CORRECTED] = rank(
+            corrected_queries(query, self.native),
+            corrected_candidates(candidate, evidence, self.native, alpha),
+            pool.pairs if direction is CLIP_DIRECTIONS[0] else pool.pairs[:, ::-1],
+            {CORRECTED: Normalization.DOT.exponents},
+            gains=pool.gains,
+            block_bytes=block_bytes,
+        )[CORRECTED]
+        about = {
+            "bank": self.bank.name,
+            "bank_size": len(bank),
+            "transductive": self.bank.transductive,
+            "alpha": alpha,
+            "alpha_source": "given" if trained in self.told else "calibrated",
+        }
+        if side in self.bank.overlap:
+            about["bank_overlap"] = self.bank.overlap[side]
+        return {CORRECTED: about}

@@ -1,0 +1,55 @@
+"""The bank of the correction: some of a data set's captions or images, drawn and embedded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mmclip.build import Model
+from mmclip.correction import Bank
+from mmclip.embeddings import Runner
+from mmclip.errors import UsageError, one_line
+from mmclip.image_text import ImageTextData
+from mmclip.sources import Source
+
+
+def draw_bank(
+    source: Source,
+    sides: Iterable[str],
+    size: int,
+    model: Model,
+    runner: Runner,
+    seed: int = 0,
+    evaluated: ImageTextData | None = None,
+) -> Bank:
+    """``size`` items of each of ``sides`` at random, all of them where there are fewer; images that cannot be read are
+    left out. ``evaluated``: whose captions are counted in the bank as its overlap.
+
+    Errors: UsageError where every caption of the bank is the evaluation's: nothing is left that it could be but the
+    evaluation set, or a part of it, under another name.
+    """
+    captions = [c for image in source.data.captions for c in image]
+    known = {c for image in evaluated.captions for c in image} if evaluated is not None else set()
+    name = f"{source.data.path} [{source.data.split}]" if source.data.split else source.data.path
+    bank = Bank(name)
+    for side in sides:
+        n = {"image": len(source.data), "text": len(captions)}[side]
+        rows = np.sort(np.random.default_rng(seed).choice(n, min(size, n), replace=False)).tolist()
+        if evaluated is not None:
+            bank.overlap[side] = _overlap(source, side, rows, captions, known)
+        vectors, bad = source.vectors(side, model, runner, "bank", rows)
+        bank.vectors[side] = vectors[[i for i in range(len(rows)) if i not in bad]]
+    return bank
+
+
+def _overlap(source: Source, side: str, rows: Sequence[int], captions: list[str], known: set[str]) -> int:
+    """How many of the rows say what the evaluation says; an image does if all of its captions do."""
+    told = [[captions[row]] for row in rows] if side == "text" else [source.data.captions[row] for row in rows]
+    same = sum(all(c in known for c in own) for own in told)
+    if same == len(told):
+        raise UsageError(
+            f"the bank {one_line(source.data.path)} is the evaluation set, or a part of it: all of {same} captions are "
+            "in it, too; take training data, or name it: --bank transductive"
+        )
+    return same
