@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmclip.errors import one_line
 from mmclip.pools import MAIN_POOL
-from mmclip.results import NATIVE, Results
+from mmclip.results import CORRECTED, NATIVE, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CORRECTED = "corrected"  # the trained scores repaid in the direction that was not trained; in that direction only
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">")
 
 

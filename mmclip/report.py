@@ -16,14 +16,13 @@ from mmclip import report_tables as tables
 from mmclip.comparison import verdicts
 from mmclip.config_report import ReportSettings
 from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import Results
 from mmclip.files import write_text_atomically
-from mmclip.plots import CORRECTED
 from mmclip.pools import MAIN_POOL
 from mmclip.report_diagnostics import diagnostics
 from mmclip.report_examples import contact_sheets
 from mmclip.report_figures import curve_pictures, length_pictures, tradeoff_pictures
 from mmclip.report_source import ReportRun, data_words, is_number, read_runs
+from mmclip.results import CORRECTED, Results
 from mmclip.runs import load_run, run_names, told_of
 from mmclip.similarity import CLIP_DIRECTIONS
 
@@ -33,7 +32,6 @@ DETAILED = 6  # runs whose lengths and retrievals are shown one by one; a page o
 POOLS = {
     "retrieval": "all images and captions",
     "full": "only captions that describe everything",
-    "distractors": "more candidates, which match nothing",
 }
 
 
@@ -94,7 +92,7 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         "no_curves": [run.name for run in runs if not run.lines],
         "tradeoff": tradeoff_pictures(runs, pools, folder) if len(runs) > 1 else [],
         "examples": [(run.number, run.name, *contact_sheets(run)) for run in detailed],
-        "diagnostics": diagnostics(runs),
+        "diagnostics": [(pool, tables_) for pool in pools if (tables_ := diagnostics(runs, pool)) is not None],
         "alarms": [(run.name, _alarms(run)) for run in runs if _alarms(run)],
         "differ": settings[0],
         "settings": settings[1],
@@ -123,7 +121,7 @@ def _pool(runs: Sequence[ReportRun], pool: str, differences: Json) -> Json:
     asked = place["n_queries"]
     return {
         "name": one_line(pool, 60),
-        "about": POOLS.get(pool, "a set of candidates of its own"),
+        "about": POOLS.get(pool, "more candidates, which match nothing"),
         "counts": f"{place['n_images']:,} images and {place['n_texts']:,} texts; "
         f"{asked['i2t']:,} images and {asked['t2i']:,} texts ask",
         "numbers": {d.value: tables.numbers(runs, pool, d.value) for d in CLIP_DIRECTIONS},

@@ -17,11 +17,11 @@ from PIL import Image
 
 from mmclip.data import open_data
 from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import NATIVE
 from mmclip.image_text import BadSample, ImageTextData
 from mmclip.pools import MAIN_POOL
 from mmclip.report_plots import data_uri
 from mmclip.report_source import Items, ReportRun
+from mmclip.results import NATIVE
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
 Array = NDArray[Any]

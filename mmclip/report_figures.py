@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmclip.comparison import trained_directions
+from mmclip.correction import trained_directions
 from mmclip.errors import UsageError
 from mmclip.plots import DARK, LIGHT, plot_tradeoff
 from mmclip.pools import MAIN_POOL
@@ -123,7 +123,7 @@ def curve_pictures(runs: Sequence[ReportRun], folder: Path) -> list[Picture]:
 
 def _main_direction(run: ReportRun) -> str:
     try:
-        return trained_directions(run.results)[0].value
+        return trained_directions(run.trained)[0].value
     except UsageError:
         return Direction.I2T.value
 

@@ -15,13 +15,12 @@ from typing import Any, TypeGuard
 
 from mmclip.config import TrainSettings
 from mmclip.errors import UsageError, one_line
-from mmclip.evaluation import Results
 from mmclip.flags import read_config
+from mmclip.results import Results
 from mmclip.runlog import METRICS
 from mmclip.runs import load_run
 
 Json = dict[str, Any]
-ITEMS_FILE = "items.json"
 CONFIG_FILE = "config.yaml"
 MAX_LINES = 200_000  # of metrics.jsonl; more are more than a curve can show
 
@@ -62,7 +61,7 @@ def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
         path = Path(place)
         folder = path if path.is_dir() else path.parent
         results = load_run(str(place))
-        items = read_items(folder / ITEMS_FILE, results)
+        items = read_items(results)
         found.append(
             ReportRun(number, name, folder, results, read_lines(folder / METRICS), read_settings(folder), items)
         )
@@ -97,17 +96,16 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_items(path: Path, results: Results) -> Items | None:
-    """items.json; None where it is missing, or is not of as many rows as the results say."""
+def read_items(results: Results) -> Items | None:
+    """What items.json held; None where there was none, or it is not of as many rows as the results say."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        keys, captions, owner = (content[k] for k in ("image_keys", "captions", "owner"))
+        keys, captions, owner = (results.items[k] for k in ("image_keys", "captions", "owner"))
         counts = (len(keys), len(captions), len(owner))
         expected = tuple(results.json["data"][k] for k in ("n_images", "n_texts", "n_texts"))
         if counts != expected:
             return None
         return Items([str(k) for k in keys], [str(c) for c in captions], [int(o) for o in owner])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from mmclip import metrics
 from mmclip.comparison import compare
 from mmclip.errors import one_line
-from mmclip.evaluation import NATIVE
 from mmclip.formats import number, rate, span
-from mmclip.plots import CORRECTED
 from mmclip.pools import MAIN_POOL
 from mmclip.report_source import ReportRun, is_number
+from mmclip.results import CORRECTED, NATIVE, REVERSED
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Json = dict[str, Any]
@@ -32,7 +31,7 @@ _SHORT = {
     "map": "MAP",
 }
 RATES = {metric: _SHORT.get(metric, metric) for metric in metrics.RATES}
-ORDER = (NATIVE, "cosine", CORRECTED, "reversed")  # of scorings; the others follow as they come
+ORDER = (NATIVE, "cosine", CORRECTED, REVERSED)  # of scorings; the others follow as they come
 
 
 class Cell(NamedTuple):
@@ -238,6 +237,8 @@ def _bank_words(found: Json) -> str:
     )
     if is_number(found.get("alpha")):
         words += f", α {number(float(found['alpha']))}"
+    if is_number(found.get("bank_overlap")):
+        words += f", {found['bank_overlap']:g} of them in the evaluation, too"
     if found.get("transductive"):
         words += "; transductive: the bank is the evaluation's own items, which a search engine would not have"
     return words + "."

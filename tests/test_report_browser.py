@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from mmclip.evaluation import evaluate
 from mmclip.report import write_report
-from tests.reporting import COSINE, QNORM, add_corrected, add_lists, make_pictures, planted
+from tests.reporting import COSINE, QNORM, make_pictures, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
@@ -81,20 +80,9 @@ def page(tmp_path_factory):
     pictures = make_pictures(folder / "pictures")
     captions = [f"caption {i} " + ("verylongword" * 12 if i % 7 == 0 else "<b>bold</b>") for i in range(120)]
     names = {"baseline": COSINE, "a-run-with-a-name-that-goes-on-and-on_" + "x" * 60: QNORM}
+    alarms = {"still": "the loss stands " + "s" * 200}
     for name, native in names.items():
-        data = planted(captions=captions)
-        facts = {
-            "model": "tiny",
-            "trained_with": {"loss": "asym-i2t", "norm": "qnorm", "gamma_d": native.gamma_d},
-            "data": {"path": str(pictures), "split": "csv"},
-            "diagnostics": {"i2t": {"auc": {"topk": None, "topk_reason": "w" * 150}, "gap": 0.5}},
-            "alarms": {"still": "the loss stands " + "s" * 200},
-        }  # fmt: skip
-        results = evaluate(data, native, facts, resamples=20)
-        add_corrected(results, bank="training captions", bank_size=2000, alpha=14.3)
-        add_lists(results, data, native, folder / name)
-        lines = [{"step": s, "loss": 1 / s} for s in range(1, 9)]
-        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+        make_run(folder / name, pictures, native, captions=captions, bank=True, alarms=alarms)
     return write_report(
         {n: folder / n for n in names},
         folder / "report.html",
