@@ -232,9 +232,8 @@ def _minus(number: str) -> str:
 
 
 def _bank_words(found: Json) -> str:
-    words = (
-        f"corrected: evidence over a bank of {_setting_words(found.get('bank_size'))} ({one_line(found.get('bank'))})"
-    )
+    words = f"corrected: evidence over a bank of {_setting_words(found.get('bank_size'))}"
+    words += "" if found.get("transductive") else f" ({one_line(found.get('bank'))})"
     if is_number(found.get("alpha")):
         words += f", α {number(float(found['alpha']))}"
     if is_number(found.get("bank_overlap")):
