@@ -115,5 +115,6 @@ def _bootstrap(
         ]
     )
     defined = samples[np.isfinite(samples)]
-    ci = list(metrics.interval(defined)) if len(defined) >= diagnostics.MIN_DEFINED * resamples else None
+    enough = n_clusters > 1 and len(defined) >= diagnostics.MIN_DEFINED * resamples
+    ci = list(metrics.interval(defined)) if enough else None
     return {"value": auc(relevant, irrelevant), "ci": ci, "n_relevant": n_rel, "n_irrelevant": n_irr}, None

@@ -27,7 +27,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
     """b - a: pool -> direction -> scoring -> metric -> {"delta", "ci", "within_noise"}.
 
     native is compared with native (each run's own exponents), every other scoring with itself. ``within_noise`` says
-    that the interval holds 0. Errors: UsageError where the runs were not evaluated on the same data.
+    that the interval holds 0, or that there is none ("ci" None): all queries are one image's, which have no spread to
+    tell. Errors: UsageError where the runs were not evaluated on the same data.
     """
     _same_data(a, b)
     report: Json = {}
@@ -44,8 +45,16 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
             ]
             clusters = b.array(f"{pool}/{direction}/clusters")
             found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
-            report[pool][direction] = {s: {m: as_delta(next(found)) for m in metrics.RATES} for s in names}
+            several = _several(clusters)
+            report[pool][direction] = {s: {m: _delta(next(found), several) for m in metrics.RATES} for s in names}
     return report
+
+
+def scoring_gain(run: Results, pool: str, direction: str, before: str, after: str, metric: str = "success@1") -> Json:
+    """What a scoring gains over another in one run, over the same queries: {"delta", "ci", "within_noise"}."""
+    clusters = run.array(f"{pool}/{direction}/clusters")
+    a, b = (run.query_values(pool, direction, scoring, metric) for scoring in (before, after))
+    return _delta(metrics.paired_difference(a, b, clusters, seed=SEED), _several(clusters))
 
 
 def verdict(
@@ -64,11 +73,11 @@ def verdict(
     ever saw. baseline: the sym/cosine run. direction: the trained one; a run that trained both needs it named.
 
     LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
-    USEFUL: (1) success@1 native - cosine of the run exceeds the control's dot - cosine: the paired interval lies
-    above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0, yes where
-    its paired interval lies above 0, and open (None) between, where the difference is within noise. Condition (1) alone
-    would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose length says
-    nothing beats it.
+    USEFUL: (1) success@1 native - cosine of the run is above 0 and exceeds the control's dot - cosine: both paired
+    intervals lie above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0,
+    yes where its paired interval lies above 0, and open (None) between, where the difference is within noise. To exceed
+    the control would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose
+    lengths are nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
 
     "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
     Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1.
@@ -89,6 +98,8 @@ def verdict(
     if run.json["evaluation"]["native"]["gamma_d"] == 1:
         blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
         return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
+    if not _several(run.array("/".join((*where, "clusters")))):
+        return report | {kind: _undecided("all queries are one image's") for kind in ("learned", "useful")}
     report["learned"] = _learned(run, control, where, direction, options)
     report["useful"] = _useful(run, control, baseline, where, options)
     return report
@@ -128,7 +139,7 @@ def _learned(run: Results, control: Results, where: tuple[str, str], direction: 
         "verdict": learned,
         "d_run": values[0],
         "d_control": values[1],
-        **as_delta((delta, lo, hi)),
+        **_delta((delta, lo, hi)),
         "sentence": (
             f"{side} length {'was learned' if learned else 'is not shown to be learned'}: d(topk) {values[0]:.2f} "
             f"against the control's {values[1]:.2f}, difference {_signed(delta, lo, hi, 2)}."
@@ -146,16 +157,18 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
     own = hits(run, NATIVE) - hits(run, "cosine")
     luck = hits(control, "dot") - hits(control, "cosine")
     gain = metrics.paired_difference(luck, own, clusters, **options)
+    helps = metrics.mean_intervals(own[:, None], clusters, **options)[0]
     report: Json = {
         "metric": metric,
         "native_minus_cosine_run": float(own.mean()),
+        "native_minus_cosine_run_ci": list(helps[1:]),
         "dot_minus_cosine_control": float(luck.mean()),
-        "gain": as_delta(gain),
+        "gain": _delta(gain),
         "native_minus_baseline_cosine": None,
     }
-    above = gain[1] > 0
+    above = helps[1] > 0 and gain[1] > 0
     words = (
-        f"length gives {own.mean():+.3f} {metric} against {luck.mean():+.3f} in the control, difference "
+        f"length gives {_signed(*helps, 3)} {metric} against {luck.mean():+.3f} in the control, difference "
         f"{_signed(*gain, 3)}"
     )
     if baseline is None:
@@ -163,7 +176,7 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
             return {**report, **_undecided(f"{words}; without the sym/cosine run the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
     beside = metrics.paired_difference(hits(baseline, "cosine"), hits(run, NATIVE), clusters, **options)
-    report["native_minus_baseline_cosine"] = as_delta(beside)
+    report["native_minus_baseline_cosine"] = _delta(beside)
     words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
     if above and beside[0] >= 0 >= beside[1]:
         return {**report, **_undecided(f"{words}, not below it but within noise of it")}
@@ -180,10 +193,18 @@ def _signed(delta: float, lo: float, hi: float, digits: int) -> str:
     return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
 
 
-def as_delta(found: tuple[float, float, float]) -> Json:
-    """(difference, low, high) as results have it; "within_noise" says that the interval holds 0."""
+def _delta(found: tuple[float, float, float], several: bool = True) -> Json:
+    """(difference, low, high) as results have it; "within_noise" says that the interval holds 0, or that there is none
+    because all queries are one cluster's (``several`` False)."""
     delta, lo, hi = found
+    if not several:
+        return {"delta": delta, "ci": None, "within_noise": True}
     return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
+
+
+def _several(clusters: Array) -> bool:
+    """One cluster has no spread, which is not the same as certainty."""
+    return len(np.unique(clusters)) > 1
 
 
 def _same_data(a: Results, b: Results) -> None:

@@ -84,7 +84,8 @@ def effect(moments: Array, level: float, clusters: ArrayLike, *, what: str, resa
     """Cohen's d of all rows of moments [Q, 6] together, with an interval over clusters [Q].
 
     Returns ({"value", "ci", "n_relevant", "n_irrelevant"}, None), or (None, reason). ``what`` names the group in the
-    reason. "ci" is None where d does not exist in enough resamples.
+    reason. "ci" is None where d does not exist in enough resamples, and where all rows are one cluster: no spread is
+    not certainty.
     """
     return effects(moments[:, None, :], level, clusters, whats=[what], resamples=resamples, seed=seed)[0]
 
@@ -98,6 +99,7 @@ def effects(
     value = d_from_moments(total, level)
     sums = metrics.cluster_sums(flat, clusters, resamples=resamples, seed=seed).reshape(resamples, *total.shape)
     samples = d_from_moments(sums, level)
+    several = len(np.unique(clusters)) > 1
     found: list[Effect] = []
     for g, what in enumerate(whats):
         n_rel, n_irr = int(total[g, 0]), int(total[g, 3])
@@ -107,7 +109,7 @@ def effects(
             )
             continue
         defined = samples[:, g][np.isfinite(samples[:, g])]
-        ci = list(metrics.interval(defined)) if len(defined) >= MIN_DEFINED * resamples else None
+        ci = list(metrics.interval(defined)) if several and len(defined) >= MIN_DEFINED * resamples else None
         found.append(({"value": float(value[g]), "ci": ci, "n_relevant": n_rel, "n_irrelevant": n_irr}, None))
     return found
 

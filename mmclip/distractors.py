@@ -45,6 +45,7 @@ KINDS = {
     "shuffled-words": "text",
 }  # name -> the side whose candidates it adds to
 
+TWINS = ("blurred", "shuffled")  # made out of one picture of the data, and like it in what is left of it
 NOISE_CELLS = 64  # along the short side
 BLUR = 1 / 8  # standard deviation of the blur, as a fraction of the short side
 PATCHES = 8  # along each side of a shuffled picture
@@ -130,8 +131,9 @@ def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]
 
     boilerplate: some 6,000 combinations; asked for more, they come again with a number, which adds little.
     shuffled-words: each different caption once, as far as its words have an order that is nobody's caption; asked for
-    more, they come again in yet another order. A caption of one word, or of equal words, is left out.
-    Errors: UsageError where the captions have fewer than ``n`` such orders, and for a kind that makes no captions.
+    more, they come again in yet another order. A caption of one word, or of equal words, is left out. Where there are
+    fewer than ``n`` such orders, fewer are returned.
+    Errors: UsageError where they have none, and for a kind that makes no captions.
 
     >>> captions("shuffled-words", ["red square", "square", "the the"], 1, seed=0)
     ['square red']
@@ -142,11 +144,10 @@ def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]
     source = _boilerplate(seed) if kind == "boilerplate" else _shuffled_words(sorted(set(captions)), seed, taken)
     while len(found) < n:
         text = next(source, None)
+        if text is None and found:
+            return found
         if text is None:
-            raise UsageError(
-                f"{kind}: {n} distractors were asked for, and the words of {len(captions)} captions have only "
-                f"{len(found)} orders that are no caption"
-            )
+            raise UsageError(f"{kind}: the words of {len(captions)} captions have no order that is no caption")
         if _plain(text) not in taken:
             taken.add(_plain(text))
             found.append(text)

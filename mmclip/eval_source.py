@@ -11,7 +11,7 @@ import torch
 
 from mmclip import metrics
 from mmclip.build import Model
-from mmclip.distractors import KINDS, Corrupted, captions
+from mmclip.distractors import KINDS, TWINS, Corrupted, captions
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import ImageTextData
@@ -54,7 +54,9 @@ class EvalSource:
         if with_distractors:
             for name, source in self.distractors.items():
                 extra = source.embed(model, runner, name)
-                distractors.append(Distractors(name, extra.image, extra.text, extra.captions))
+                owner = {"image": list(range(len(extra.image))), "text": extra.owner}
+                mark = source.data.fingerprint()
+                distractors.append(Distractors(name, extra.image, extra.text, extra.captions, mark, owner))
             distractors += [self._kind(kind, found, model, runner, seed) for kind in self.kinds]
         return EvalData(
             image=found.image,
@@ -70,12 +72,18 @@ class EvalSource:
 
     def _kind(self, kind: str, found: Embeddings, model: Model, runner: Runner, seed: int) -> Distractors:
         """One built-in kind: as many pictures as the data have, made out of them, or as many captions."""
+        mark = f"seed {seed}"
         if KINDS[kind] == "text":
             texts = captions(kind, found.captions, len(found.captions), seed)
-            return Distractors(kind, text=runner.texts(encode_text(model), texts, model.tokenize, kind), captions=texts)
-        made = Corrupted(kind, model.transform(), seed)
-        image, bad = runner.images(encode_image(model), self.main.data, made, label=kind)
-        return Distractors(kind, image=image[[row for row in range(len(image)) if row not in bad]])
+            vectors = runner.texts(encode_text(model), texts, model.tokenize, kind)
+            return Distractors(kind, text=vectors, captions=texts, mark=mark)
+        row_of = {key: row for row, key in enumerate(self.main.data.keys)}
+        readable = self.main.data.subset([row_of[key] for key in found.image_keys])
+        image, bad = runner.images(encode_image(model), readable, Corrupted(kind, model.transform(), seed), label=kind)
+        kept = [row for row in range(len(image)) if row not in bad]
+        twins = kind in TWINS
+        owner = {"image": kept} if twins else {}
+        return Distractors(kind, image=image[kept], mark=mark, owner=owner, twins=twins)
 
     def quick_numbers(self, model: Model, native: Exponents, runner: Runner) -> dict[str, float]:
         """success@1 of both directions, natively and by cosine, on the main pool: what is watched while training."""

@@ -32,13 +32,18 @@ MAIN_POOL = "retrieval"
 class Distractors:
     """Candidates that match nothing and never ask: image [N2, D], text [M2, D], either None; captions [M2] where known.
 
-    ``name`` becomes the pool's.
+    name: the pool's. mark: whatever else tells these items from others of the name. owner: side -> image row of every
+    item, those of one row being drawn together in a bootstrap: a distractor image's captions, or, for ``twins``, an
+    image of the main pool with what was made out of it. A side that is left out: each item by itself.
     """
 
     name: str
     image: Tensor | None = None
     text: Tensor | None = None
     captions: list[str] | None = None
+    mark: str = ""
+    owner: dict[str, list[int]] = field(default_factory=dict)
+    twins: bool = False
 
     def __post_init__(self) -> None:
         self.image, self.text = (x if x is not None and len(x) else None for x in (self.image, self.text))
@@ -47,10 +52,23 @@ class Distractors:
         return {side: x for side, x in (("image", self.image), ("text", self.text)) if x is not None}
 
     def fingerprint(self) -> str:
-        """16 hex digits of name, counts and captions."""
+        """16 hex digits of name, mark, counts and captions."""
         counts = {side: len(x) for side, x in self.sides().items()}
-        content = json.dumps([self.name, counts, self.captions])
+        content = json.dumps([self.name, self.mark, counts, self.captions])
         return hashlib.sha256(content.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def _check_owner(distractors: Distractors, n_images: int) -> None:
+    """A mistake of whoever made them; the numbers would be silently wrong."""
+    images = distractors.sides().get("image")
+    limit = n_images if distractors.twins or images is None else len(images)
+    for side, rows in distractors.owner.items():
+        x = distractors.sides().get(side)
+        if x is None or len(rows) != len(x) or not all(0 <= r < limit for r in rows):
+            raise UsageError(
+                f"{one_line(distractors.name, 60)} {side}: owner has {len(rows)} rows, from {min(rows, default=0)} to "
+                f"{max(rows, default=0)}; one from 0 to {limit - 1} for each item is needed"
+            )
 
 
 @dataclass
@@ -84,6 +102,8 @@ class EvalData:
     def __post_init__(self) -> None:
         self.distractors = [d for d in self.distractors if d.sides()]
         names = [d.name for d in self.distractors]
+        for d in self.distractors:
+            _check_owner(d, len(self.image))
         taken = {n for n in names if names.count(n) > 1} | ({MAIN_POOL, FULL} & set(names))
         if taken:
             raise UsageError(f"distractors called {one_line(sorted(taken)[0], 60)!r} twice, or like another pool")
@@ -178,11 +198,13 @@ def _with_distractors(data: EvalData, pairs: Array, distractors: Distractors) ->
     m = len(data.text)
     pool = _pool(data, distractors.name, np.arange(m), pairs, data.gains)
     pool.fingerprint = distractors.fingerprint()
-    next_cluster = len(data.image) + m
-    for side, x in distractors.sides().items():
+    first = len(data.image) + m  # the first number that no image or text of the main pool has
+    for i, (side, x) in enumerate(distractors.sides().items()):
         pool.vectors[side] = torch.cat([pool.vectors[side], x.to(pool.vectors[side])])
-        new = np.arange(next_cluster, next_cluster + len(x))
-        next_cluster += len(x)
+        if side in distractors.owner:
+            new = np.asarray(distractors.owner[side], dtype=np.int64) + (0 if distractors.twins else first)
+        else:
+            new = np.arange(len(x)) + first + i * max(len(y) for y in distractors.sides().values())
         pool.clusters[side] = np.concatenate([pool.clusters[side], new])
         pool.whole[side] = {k: np.append(v, np.full(len(x), -1)) for k, v in pool.whole[side].items()}
         pool.named[side] = {k: np.append(v, [""] * len(x)) for k, v in pool.named[side].items()}

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from mmclip import comparison, metrics
+from mmclip import comparison
 from mmclip.errors import one_line
 from mmclip.formats import NONE, delta, effect, number, rate
 from mmclip.pools import MAIN_POOL
@@ -203,9 +203,7 @@ def backwards_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group
             numbers = run.pools[pool]["retrieval"][direction.value]
             if CORRECTED not in numbers:
                 continue
-            before, after = (run.query_values(pool, direction.value, s, "success@1") for s in (REVERSED, CORRECTED))
-            clusters = run.array(f"{pool}/{direction.value}/clusters")
-            gain = comparison.as_delta(metrics.paired_difference(before, after, clusters))
+            gain = comparison.scoring_gain(run, pool, direction.value, REVERSED, CORRECTED)
             shown = [rate(numbers[s]["success@1"], numbers[s]["ci"]["success@1"]) for s in BACKWARDS]
             rows.append([name_cell(name), direction.value, *shown, delta(gain)])
     if not rows:

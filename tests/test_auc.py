@@ -96,3 +96,13 @@ def test_what_does_not_exist_has_ds_reason():
     assert auc.length_auc(lengths, no_hit, no_hit.queries, np.arange(8), **HOW)["topk"][1] == (
         "no relevant document among the queries' 1 best by cosine"
     )
+
+
+def test_one_cluster_has_a_value_and_no_interval():
+    lengths = np.random.default_rng(3).uniform(1, 2, size=12)
+    r = ranked(lengths, np.column_stack([np.arange(6), np.arange(6)]), 6)
+    args = (lengths, r, np.zeros(6), np.zeros(12))
+    for found in (auc.length_auc(*args, **HOW), length_effects(*args, **HOW)):
+        for value, reason in found.values():
+            assert reason is None
+            assert value["ci"] is None

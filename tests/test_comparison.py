@@ -170,3 +170,35 @@ def test_runs_over_other_distractors_are_refused_and_runs_without_are_not() -> N
     with pytest.raises(UsageError, match="pool distractors is not the same in both"):
         compare(with_texts(3), with_texts(4))
     assert list(compare(with_texts(3), run_of(eval_data(), b=20))) == ["retrieval"]
+
+
+def test_lengths_that_give_nothing_are_not_useful_however_the_control_loses_by_its_own():
+    # The run's lengths are nearly equal and its angles better than the others'; the control's lengths are noise.
+    def run(seed: int, noise: float, spread: float, native: Exponents, loss: str) -> Results:
+        gen = torch.Generator().manual_seed(seed)
+        text = torch.nn.functional.normalize(torch.randn(150, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+        image = text * (spread * torch.randn(150, 1, generator=gen)).exp()
+        text = text + noise * torch.randn(150, 16, generator=gen)
+        keys = [str(i) for i in range(150)]
+        return run_of(EvalData(image, text, torch.arange(150)[:, None].repeat(1, 2), keys, keys), native, loss)
+
+    control, baseline = run(1, 0.2, 0.3, COSINE, "asym-t2i"), run(2, 0.2, 0.3, COSINE, "sym")
+    found = verdict(run(3, 0.14, 0.005, QNORM, "asym-t2i"), control, baseline)["useful"]
+    assert found["gain"]["ci"][0] > 0.2  # the control's loss alone
+    assert found["native_minus_baseline_cosine"]["ci"][0] > 0  # better angles alone
+    assert found["verdict"] is False
+    assert found["native_minus_cosine_run_ci"][0] <= 0
+
+
+def test_one_images_queries_have_no_spread_and_decide_nothing():
+    data = eval_data(pairs=torch.tensor([[0, t] for t in range(CAPTIONS)]), owner=[t // CAPTIONS for t in range(600)])
+    longer = data.image * torch.where(torch.arange(N) == 0, 30.0, 1.0)[:, None]
+    run, control = run_of(dataclasses.replace(data, image=longer)), run_of(data, COSINE)
+    change = compare(control, run)["retrieval"]["t2i"]["native"]["success@1"]
+    assert change["delta"] > 0
+    assert (change["ci"], change["within_noise"]) == (None, True)
+    assert run.json["magnitude"]["image"]["cohens_d"]["topk"]["ci"] is None
+    found = verdict(run, control, run_of(data, COSINE, "sym"))
+    for kind in ("learned", "useful"):
+        assert found[kind]["verdict"] is None
+        assert found[kind]["reason"] == "all queries are one image's"

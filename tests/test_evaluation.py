@@ -12,7 +12,7 @@ import torch
 from mmclip import metrics
 from mmclip.errors import UsageError
 from mmclip.evaluation import evaluate
-from mmclip.pools import Distractors, EvalData
+from mmclip.pools import Distractors, EvalData, make_pools
 from mmclip.results import Results, load_results, save_results
 from mmclip.retrieval import rank
 from mmclip.similarity import Exponents, Normalization
@@ -210,3 +210,42 @@ def test_progress_is_told_by_pool():
 def test_missing_per_query_numbers_name_what_is_there():
     with pytest.raises(UsageError, match="retrieval/t2i/native"):
         run_of(eval_data(), b=20).query_values("retrieval", "t2i", "learned", "success@1")
+
+
+def corpus_ci(**changes) -> list[float]:
+    gen = torch.Generator().manual_seed(3)
+    image = torch.randn(20, DIM, generator=gen).repeat_interleave(5, 0)  # twenty kinds, five copies of each
+    extra = Distractors("more", image=image, **changes)
+    results = run_of(eval_data(distractors=[extra]), b=400)
+    return results.pools["more"]["magnitude"]["image"]["cohens_d"]["corpus"]["ci"]
+
+
+def test_distractors_of_one_owner_are_drawn_together():
+    alone, together = (np.ptp(corpus_ci(**how)) for how in ({}, {"owner": {"image": [i // 5 for i in range(100)]}}))
+    assert together > 1.15 * alone, "copies bring no news: the interval must not be that of a hundred items"
+
+
+def test_twins_share_their_pictures_cluster():
+    extra = Distractors("twins", image=torch.randn(3, DIM), owner={"image": [4, 5, 6]}, twins=True)
+    pool = make_pools(eval_data(distractors=[extra]))[-1]
+    assert pool.clusters["image"][-3:].tolist() == [4, 5, 6]
+    with pytest.raises(UsageError, match=f"one from 0 to {N - 1} for each"):
+        eval_data(distractors=[Distractors("x", image=torch.ones(1, DIM), owner={"image": [N]}, twins=True)])
+
+
+def test_distractors_may_not_be_called_like_another_pool():
+    extra = Distractors("retrieval", image=torch.ones(2, DIM))
+    with pytest.raises(UsageError, match="'retrieval' twice, or like another pool"):
+        eval_data(distractors=[extra])
+
+
+def test_gains_are_ranked_by_and_told_apart():
+    image, text = torch.eye(3)[:1], torch.eye(3)[[0, 0]] * torch.tensor([[1.0], [0.5]])
+    pairs = torch.tensor([[0, 0], [0, 1]])
+    runs = []
+    for gains in ([1.0, 9.0], [9.0, 1.0]):
+        data = EvalData(image, text, pairs, ["i"], ["a", "b"], gains=np.array(gains))
+        runs.append(evaluate(data, Exponents(0.0, 0.0), {"model": "m"}, resamples=5))
+    low, high = (r.json["retrieval"]["i2t"]["dot"]["ndcg@10"] for r in runs)
+    assert high == 1.0 and low < 0.8
+    assert runs[0].json["data"]["fingerprint"] != runs[1].json["data"]["fingerprint"]
