@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mmclip import metrics
-from mmclip.comparison import compare
+from mmclip.comparison import compare, scoring_gain
 from mmclip.errors import one_line
-from mmclip.formats import number, rate, span
+from mmclip.formats import delta, number, rate, span
 from mmclip.pools import MAIN_POOL
 from mmclip.report_source import ReportRun, is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED
@@ -94,6 +94,10 @@ def numbers(runs: Sequence[ReportRun], pool: str, direction: str) -> Table:
         if isinstance(section.get(CORRECTED), dict):
             note = _bank_words(section[CORRECTED])
             notes += [note] if note not in notes else []
+            if REVERSED in section:
+                gain = scoring_gain(run.results, pool, direction, REVERSED, CORRECTED)
+                said = "within noise" if gain["within_noise"] else "paired"
+                notes.append(f"{run.name}: corrected less reversed, success@1 {_minus(delta(gain))}, {said}.")
     return Table(f"{direction}, pool {pool}", ["scoring", *RATES.values(), "median rank"], rows, notes)
 
 
@@ -220,11 +224,11 @@ def _rate_cell(found: Any, metric: str, bar: bool = False) -> Cell:
 
 
 def _change_cell(change: Json) -> Cell:
-    delta = change["delta"]
-    if not is_number(delta):
+    value = change["delta"]
+    if not is_number(value):
         return Cell(NO, kind="none")
-    kind = "noise" if change["within_noise"] else "up" if delta > 0 else "down"
-    return Cell(_minus(rate(delta) if delta < 0 else f"+{rate(delta)}"), _minus(span(change["ci"])), kind)
+    kind = "noise" if change["within_noise"] else "up" if value > 0 else "down"
+    return Cell(_minus(rate(value) if value < 0 else f"+{rate(value)}"), _minus(span(change["ci"])), kind)
 
 
 def _minus(number: str) -> str:

@@ -161,6 +161,7 @@ def test_a_scoring_of_one_direction_stands_where_it_is(runs, pictures, tmp_path)
     assert "cosine = reversed = dnorm" in page.words  # qnorm's matrix read backwards: who asks keeps its length
     assert "corrected: evidence over a bank of 120, α 2.000; transductive" in page.words
     assert "repays, without training" in page.words
+    assert "qnorm: corrected less reversed, success@1 " in page.words
 
 
 def test_best_and_worst_are_the_runs_own(runs, tmp_path):
