@@ -18,7 +18,7 @@ class EvaluateSettings:
         None,
         MODEL,
         "a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name "
-        "or a model config JSON; may be left out where only finished runs are compared",
+        "a model config JSON or a checkpoint file; may be left out where only finished runs are compared",
     )
     pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file, for a model name or JSON")
     embeddings: str | None = flag(

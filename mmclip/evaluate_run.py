@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmclip import distributed, facts
+from mmclip.architectures import architecture_of
 from mmclip.bank import draw_bank
 from mmclip.build import Model, build_model
 from mmclip.comparison import verdict
@@ -20,6 +21,7 @@ from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
 from mmclip.finish import evaluate_source
+from mmclip.model_names import WEIGHT_SUFFIXES
 from mmclip.results import Results, save_results
 from mmclip.runs import load_run, load_runs, told_of
 from mmclip.sources import Source
@@ -131,7 +133,8 @@ def run_folder(model: str) -> Path | None:
 
 
 def load_model(model: str, pretrained: str | None = None) -> Model:
-    """A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name or a model config JSON.
+    """A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name, a model config JSON or a bare
+    checkpoint file.
 
     The towers are on the CPU, in float32 and evaluation mode. Errors: UsageError.
     """
@@ -141,6 +144,8 @@ def load_model(model: str, pretrained: str | None = None) -> Model:
         if not (inner / "open_clip_config.json").is_file():
             raise UsageError(f"--model {one_line(model)}: a folder without open_clip_config.json and without model/")
         model = f"local-dir:{inner}"
+    elif path.suffix in WEIGHT_SUFFIXES and path.is_file() and pretrained is None:
+        model, pretrained = architecture_of(path), model
     built = build_model(model, pretrained)
     built.towers.eval()
     return built

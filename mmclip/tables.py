@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -30,6 +31,7 @@ COLUMNS = (
     ("mrr@10", "MRR"),
     ("ndcg@10", "nDCG"),
 )
+FEW_CLUSTERS = 20  # 95% of a percentile bootstrap are 94% with 20 clusters, 90% with 10, 85% with 5
 BACKWARDS = (NATIVE, REVERSED, CORRECTED)
 _LEGEND = """pools: retrieval, all images and captions; full, captions that describe everything; distractors, more
 candidates that match nothing. S@k: a relevant one among the best k; R@5: share of all relevant ones,
@@ -179,6 +181,13 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
             found = run.pools[pool]["retrieval"][direction.value].get(CORRECTED)
             if found:
                 said.setdefault(f"{direction.value} {_bank(found)}", []).append(name)
+    for direction in CLIP_DIRECTIONS:
+        for name, run in runs.items():
+            n = len(np.unique(run.array(f"{pool}/{direction.value}/clusters")))
+            if n < FEW_CLUSTERS:
+                said.setdefault(f"{direction.value}: {n} images ask; intervals over so few are too narrow", []).append(
+                    name
+                )
     if any(ties.values()):
         told = ", ".join(f"{n} {d}" for d, n in ties.items())
         said[f"tied queries, at most {told}: counted against the model"] = list(runs)
