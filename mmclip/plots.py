@@ -102,7 +102,7 @@ def plot_tradeoff(
     """Write a PNG: success@1 of t2i across, of i2t up; native filled with 95% intervals, cosine hollow.
 
     A line joins the two scorings of a run: its length is what the embeddings' lengths do. A run with corrected scores
-    has a third point, half filled: native in the direction that was trained, corrected in the other. size: inches.
+    has a third point, half filled: corrected in the directions that have it, native in the others. size: inches.
     Returns ``path``.
     """
     from matplotlib.lines import Line2D
@@ -155,7 +155,7 @@ def plot_tradeoff(
 
 
 def _point(results: Results, scoring: str, pool: str) -> list[dict[str, Any]] | None:
-    """The numbers (t2i, i2t) of a point; corrected exists in one direction, and stands beside the other's native.
+    """The numbers (t2i, i2t) of a point; where corrected exists in one direction, it stands beside the other's native.
     None where the run has none of it."""
     retrieval = results.pools[pool]["retrieval"]
     if all(scoring not in retrieval[d] for d in ("t2i", "i2t")):

@@ -81,6 +81,7 @@ def glance(runs: Sequence[ReportRun], pool: str = MAIN_POOL) -> Table:
 def numbers(runs: Sequence[ReportRun], pool: str, direction: str) -> Table:
     """Every metric in one direction, run by run; scorings with the same numbers share a row."""
     rows, notes = [], []
+    banks: dict[str, list[str]] = {}
     for run in runs:
         section = run.results.pools[pool]["retrieval"][direction]
         if len(runs) > 1:
@@ -91,13 +92,15 @@ def numbers(runs: Sequence[ReportRun], pool: str, direction: str) -> Table:
             median = found.get("median_rank")
             cells.append(Cell(f"{median:g}") if is_number(median) else Cell(NO, kind="none"))
             rows.append(Row(" = ".join(names), cells, strong=NATIVE in names))
-        if isinstance(section.get(CORRECTED), dict):
-            note = _bank_words(section[CORRECTED])
-            notes += [note] if note not in notes else []
-            if REVERSED in section:
-                gain = scoring_gain(run.results, pool, direction, REVERSED, CORRECTED)
-                said = "within noise" if gain["within_noise"] else "paired"
-                notes.append(f"{run.name}: corrected less reversed, success@1 {_minus(delta(gain))}, {said}.")
+        found = section.get(CORRECTED)
+        if isinstance(found, dict):
+            alpha = f" (α {number(found['alpha'])})" if is_number(found.get("alpha")) else ""
+            gain = scoring_gain(run.results, pool, direction, REVERSED, CORRECTED) if REVERSED in section else None
+            banks.setdefault(_bank_words(found), []).append(
+                f"{run.name}{alpha}" + (f" {_minus(delta(gain))}" if gain else "")
+            )
+    for bank, gains in banks.items():
+        notes.append(f"{bank} Corrected less reversed, success@1, paired, ~ within noise: {'; '.join(gains)}.")
     return Table(f"{direction}, pool {pool}", ["scoring", *RATES.values(), "median rank"], rows, notes)
 
 
@@ -238,8 +241,6 @@ def _minus(number: str) -> str:
 def _bank_words(found: Json) -> str:
     words = f"corrected: evidence over a bank of {_setting_words(found.get('bank_size'))}"
     words += "" if found.get("transductive") else f" ({one_line(found.get('bank'))})"
-    if is_number(found.get("alpha")):
-        words += f", α {number(float(found['alpha']))}"
     if is_number(found.get("bank_overlap")):
         words += f", {found['bank_overlap']:g} of them in the evaluation, too"
     if found.get("transductive"):

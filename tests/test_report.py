@@ -159,9 +159,9 @@ def test_a_scoring_of_one_direction_stands_where_it_is(runs, pictures, tmp_path)
     value = results.json["retrieval"]["t2i"]["corrected"]["success@1"]
     assert re.search(rf"corrected {value:.3f}".replace("0.", "[.]"), page.words)
     assert "cosine = reversed = dnorm" in page.words  # qnorm's matrix read backwards: who asks keeps its length
-    assert "corrected: evidence over a bank of 120, α 2.000; transductive" in page.words
+    assert "corrected: evidence over a bank of 120; transductive" in page.words
     assert "repays, without training" in page.words
-    assert "qnorm: corrected less reversed, success@1 " in page.words
+    assert "Corrected less reversed, success@1, paired, ~ within noise: qnorm (α 2.000) " in page.words
 
 
 def test_best_and_worst_are_the_runs_own(runs, tmp_path):
