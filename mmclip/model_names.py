@@ -167,7 +167,11 @@ def read_facts(folder: Path) -> dict[str, Any]:
     path = folder / "mmclip.json"
     if not path.is_file():
         return {}
-    facts = read_json(path)
+    return check_facts(read_json(path), str(path))
+
+
+def check_facts(facts: dict[str, Any], where: str) -> dict[str, Any]:
+    """The facts as they are. Errors: UsageError naming ``where`` they stand, for a value of the wrong kind."""
     for name, value in facts.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         expected = ""
@@ -178,7 +182,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         elif name in _FACT_TEXTS and not isinstance(value, str):
             expected = "a text"
         if expected:
-            raise UsageError(f"{path}: {one_line(name, 60)} is {shown(value)}: expected {expected}")
+            raise UsageError(f"{where}: {one_line(name, 60)} is {shown(value)}: expected {expected}")
     return facts
 
 
@@ -189,7 +193,7 @@ def read_json(path: Path) -> dict[str, Any]:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
-        loaded = json.loads(content.decode("utf-8"), parse_float=_finite, parse_constant=_finite)
+        loaded = json.loads(content.decode("utf-8"), parse_float=finite, parse_constant=finite)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from None
     except RecursionError:
@@ -199,7 +203,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """For json's parse_float and parse_constant. Errors: ValueError for NaN and infinity, which JSON does not have."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{one_line(text, 40)} is not a finite number")

@@ -29,6 +29,10 @@ FORBIDDEN = {
     "fisher": {"towers", "data", "losses", "evaluation", "training"},
     "diagnose": {"towers", "build", "data", "losses", "evaluation", "training"},
     "evaluation": {"towers", "build", "losses", "training", "run"},
+    "array_files": {"similarity", "pools", "towers", "data", "evaluation"},
+    "saved_embeddings": {"towers", "build", "data", "losses", "evaluation", "training"},
+    "serving": {"towers", "build", "data", "losses", "retrieval", "evaluation", "training"},
+    "config_embed": {"similarity", "losses", "training", "build"},
     "config": {"similarity", "losses", "training", "build"},
 }
 

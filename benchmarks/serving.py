@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""What an index makes of embeddings whose length counts: FAISS flat, HNSW and int8 against mmclip's exact ranking.
+
+    python scripts/embed.py --model logs/my-run --data DIR --bank DIR --output x.safetensors
+    python benchmarks/serving.py --embeddings x.safetensors
+    python benchmarks/serving.py                                 planted data, seconds
+
+For each direction and each scoring that the file allows (native; corrected where there is evidence) the first row says
+whether FAISS's flat inner product returns mmclip.retrieval.rank's ids: "apart" counts queries whose ids differ, "beyond
+rounding" those of them whose scores differ by more than 1e-6 |q||d| as well. Every other row has recall@K of the exact
+list, and success@1. "normalized" is what an engine with a cosine metric answers. Needs pip install -e '.[serving]'.
+The exit code is 1 where flat, or the augmentation in a normalizing index, is apart beyond rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmclip.correction import log_evidence
+from mmclip.errors import UsageError
+from mmclip.facts import native_exponents
+from mmclip.retrieval import Ranking, rank
+from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
+from mmclip.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
+from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
+
+Array = NDArray[Any]
+Search = Callable[[Array, int], Array]
+CAPTIONS = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--embeddings", type=Path, metavar="FILE", help="written by scripts/embed.py [planted data]")
+    parser.add_argument("--k", type=int, default=10, help="length of the lists [10]")
+    parser.add_argument("--images", type=int, default=2000, metavar="N", help="planted, with 5 captions each [2000]")
+    parser.add_argument("--dim", type=int, default=64, metavar="D", help="of the planted [64]")
+    parser.add_argument("--links", type=int, default=32, metavar="M", help="HNSW's M [32]")
+    parser.add_argument("--ef-construction", type=int, default=200, metavar="EF", help="HNSW's, when it is built [200]")
+    parser.add_argument("--ef-search", type=int, default=64, metavar="EF", help="HNSW's, when it is asked [64]")
+    args = parser.parse_args()
+    try:
+        import faiss
+    except ImportError:
+        print("error: faiss is not installed: pip install -e '.[serving]'", file=sys.stderr)
+        return 2
+    try:
+        saved = load_embeddings(args.embeddings) if args.embeddings else planted(args.images, args.dim)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    apart = 0
+    for direction in CLIP_DIRECTIONS:
+        for scoring in ("native", *["corrected"] * (direction.value in saved.evidence)):
+            apart += measure(faiss, saved, direction, scoring, args)
+    return 1 if apart else 0
+
+
+def measure(faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: str, args: argparse.Namespace) -> int:
+    """Print the rows of one scoring; how many queries are apart beyond rounding where none may be."""
+    documents, prepare = index_vectors(saved, direction, scoring)
+    query, document = direction.roles({"image": saved.image, "text": saved.text})
+    pairs = saved.pairs if direction.query_side == "image" else saved.pairs.flip(1)
+    k = min(args.k, len(documents))
+    if scoring == "native":
+        vectors = query, document, native_exponents(saved.facts)
+    else:
+        vectors = prepare(query), documents, Normalization.DOT.exponents
+    exact = rank(*vectors[:2], pairs, {scoring: vectors[2]}, top_k={scoring: k})[scoring]
+    queries = prepare(query)[torch.from_numpy(exact.queries)]
+    print(f"\n{direction.value} {scoring}: {len(documents):,} documents of {documents.shape[1]} numbers, "
+          f"{len(queries):,} queries; success@1 {exact.top_relevant[:, 0].mean():.4f}")  # fmt: skip
+    relevant = {(int(q), int(d)) for q, d in pairs.tolist()}
+    failed = 0
+    for name, strict, search in contestants(faiss, saved, direction, scoring, queries, args):
+        ids = search(queries.numpy(), k)
+        hit = np.mean([(int(q), int(top)) in relevant for q, top in zip(exact.queries, ids[:, 0], strict=True)])
+        line = f"  {name:46} recall@{k} {recall_at_k(documents, queries, ids, k):.4f}  success@1 {hit:.4f}"
+        if strict:
+            different, beyond = apart(documents, queries, ids, exact)
+            failed += beyond
+            line += f"  apart {different}, beyond rounding {beyond}"
+        print(line, flush=True)
+    return failed
+
+
+def contestants(
+    faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: str, queries: Tensor, args: argparse.Namespace
+) -> Iterator[tuple[str, bool, Search]]:
+    """(name, whether it must be exact, search): queries are the inner product's; each makes of them what it needs."""
+    documents, _ = index_vectors(saved, direction, scoring)
+    dim, inner = documents.shape[1], faiss.METRIC_INNER_PRODUCT
+
+    def filled(index: Any, rows: Tensor) -> Any:
+        if not index.is_trained:
+            index.train(rows.numpy())
+        index.add(rows.numpy())
+        return index
+
+    def hnsw(rows: Tensor) -> Any:
+        index = faiss.IndexHNSWFlat(rows.shape[1], args.links, inner)
+        index.hnsw.efConstruction, index.hnsw.efSearch = args.ef_construction, args.ef_search
+        return filled(index, rows)
+
+    def asks(index: Any, queries: Tensor | None = None) -> Search:
+        return lambda q, k: index.search(q if queries is None else queries.numpy(), k)[1]
+
+    yield "flat, inner product", True, asks(filled(faiss.IndexFlatIP(dim), documents))
+    unit = filled(faiss.IndexFlatIP(dim), normalize(documents, 1.0))
+    yield "flat, normalized (a cosine metric)", False, asks(unit)
+
+    augmented, augment = norm_augmentation(documents)
+    asked = normalize(augment(queries), 1.0)  # as an engine that normalizes both would
+    cosine = filled(faiss.IndexFlatIP(dim + 1), normalize(augmented, 1.0))
+    yield "flat, normalized, norm augmentation", True, asks(cosine, asked)
+
+    setting = f"HNSW M {args.links}, ef {args.ef_construction}/{args.ef_search}"
+    yield f"{setting}, inner product", False, asks(hnsw(documents))
+    yield f"{setting}, augmentation", False, asks(hnsw(augmented), asked)
+    if scoring == "corrected":
+        raw, _ = index_vectors(saved, direction, scoring, zero_point=0.0)
+        yield f"{setting}, not centred", False, asks(hnsw(raw))
+
+    kinds = faiss.ScalarQuantizer
+    for name, kind in (("a range for each dimension", kinds.QT_8bit), ("one range for all", kinds.QT_8bit_uniform)):
+        index = filled(faiss.IndexScalarQuantizer(dim, kind, inner), documents)
+        yield f"int8, {name}", False, asks(index)
+
+
+def apart(documents: Tensor, queries: Tensor, ids: Array, exact: Ranking) -> tuple[int, int]:
+    """How many lists differ from the exact ones, and how many of them in their scores, too."""
+    rows = np.flatnonzero((ids != exact.top_ids).any(axis=1))
+    room = ROUNDING * magnitude(queries.double()) * magnitude(documents.double()).max()
+    beyond = 0
+    for row in rows:
+        scores = [documents[torch.from_numpy(x[row])].double() @ queries[row].double() for x in (ids, exact.top_ids)]
+        beyond += bool((scores[0] - scores[1]).abs().max() > room[row])
+    return len(rows), beyond
+
+
+def planted(images: int, dim: int) -> SavedEmbeddings:
+    """A model of asym-i2t/qnorm as the correction is meant for: captions are their image with noise, clearer ones are
+    longer, and each image adds an offset of its own to all of its scores, which no loss of i2t can see."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.nn.functional.normalize(torch.randn(images, dim - 1, generator=generator), dim=1)
+    clear = torch.rand(images, CAPTIONS, 1, generator=generator)
+    noise = torch.randn(images, CAPTIONS, dim - 1, generator=generator) / dim**0.5
+    text = (image.unsqueeze(1) + (2 - clear) * noise) * (0.5 + clear)
+    offset = 0.4 * torch.randn(images, 1, generator=generator)
+    image = torch.cat([image, offset], dim=1)
+    text = torch.cat([text, torch.ones(images, CAPTIONS, 1)], dim=2).flatten(0, 1)
+    facts = {"loss": "asym-i2t", "gamma_q": 1.0, "gamma_d": 0.0, "logit_scale_i2t": 10.0, "logit_scale_t2i": None}
+    texts, half = torch.arange(len(text)), len(text) // 2  # the first half is the bank, the second is evaluated
+    first = images - images // 2
+    kept = texts[first * CAPTIONS :]
+    owner = kept // CAPTIONS
+    return SavedEmbeddings(
+        image,
+        text[kept],
+        [f"i{row}" for row in range(images)],
+        [f"t{row}" for row in kept.tolist()],
+        torch.stack([owner, torch.arange(len(kept))], dim=1),
+        owner=owner.tolist(),
+        evidence={"t2i": log_evidence(image, text[:half], native_exponents(facts), 10.0)},
+        model="planted",
+        facts=facts,
+        alpha={"i2t": 10.0},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
