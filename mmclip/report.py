@@ -107,7 +107,7 @@ def _head(run: ReportRun) -> Json:
     return {
         "number": run.number,
         "name": one_line(run.name, 120),
-        "model": one_line(run.results.json.get("model"), 120),
+        "model": one_line(run.results.json.get("model") or "–", 120),
         "loss": one_line(trained.get("loss") or "not trained here", 60),
         "norm": one_line(trained.get("norm") or "cosine", 60),
         "gammas": ", ".join(f"{g:.2f}" if is_number(g) else "–" for g in (native["gamma_q"], native["gamma_d"])),

@@ -121,4 +121,6 @@ def is_number(value: object) -> TypeGuard[float]:
 def data_words(run: ReportRun) -> str:
     """The evaluation data in a few words, their path as results.json has it."""
     data = run.results.json["data"]
-    return f"{one_line(data.get('path'), 120)} [{one_line(data.get('split'), 40)}]"
+    split = data.get("split")
+    path = one_line(data.get("path") or "data without a name", 120)
+    return path if split is None else f"{path} [{one_line(split, 40)}]"

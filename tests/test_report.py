@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from mmclip.errors import UsageError
+from mmclip.evaluation import evaluate
 from mmclip.report import write_report
 from mmclip.results import load_results, save_results
-from tests.reporting import COSINE, QNORM, make_pictures, make_run
+from tests.reporting import COSINE, QNORM, make_pictures, make_run, planted
 from tests.tiny import run_script
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7*7 }}"
@@ -287,3 +288,13 @@ def test_a_report_does_not_depend_on_how_often_it_is_written(runs, tmp_path):
     first = write_report({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes()
     assert write_report({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes() == first
     assert np.all([p.suffix == ".png" for p in (tmp_path / "r").iterdir()])  # no partial file is left
+
+
+def test_vectors_without_a_model_or_pictures_have_a_report(tmp_path):
+    results = evaluate(planted(), COSINE, {"model": None, "data": {"path": "vectors.npz"}}, resamples=10)
+    save_results(results, tmp_path / "run")
+    page = Page(write_report({"vectors": tmp_path / "run"}, tmp_path / "r.html"))
+    assert "None" not in page.words.split()
+    assert "loss not trained here" in page.words
+    assert "No pictures: Its evaluation data cannot be opened here: vectors.npz" in page.words
+    assert "No metrics.jsonl, so no curves: vectors" in page.words
