@@ -105,6 +105,15 @@ def verdict(
     return report
 
 
+def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
+    """The verdicts on a run whose documents keep some length and whose loss is the control's, one a pool; [] for any
+    other run. Errors: UsageError, as of :func:`verdict`."""
+    mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
+    if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0):
+        return []
+    return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
+
+
 def _learned(run: Results, control: Results, where: tuple[str, str], direction: Direction, options: Json) -> Json:
     prefix = "/".join(where)
     clusters = run.array(f"{prefix}/clusters")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 Json = dict[str, Any]
@@ -41,6 +42,18 @@ def effect(found: Json | None) -> str:
         return NONE
     ci = found["ci"]
     return f"{found['value']:+.2f}" + ("" if ci is None else f" ±{(ci[1] - ci[0]) / 2:.2f}")
+
+
+def span(ci: list[float] | None, digits: int = 3) -> str:
+    """An interval in full; ``""`` where there is none.
+
+    >>> span([0.42, 0.48]), span([-0.05, 0.012]), span(None)
+    ('.420–.480', '-.050, .012', '')
+    """
+    if ci is None or not all(isinstance(x, int | float) and math.isfinite(x) for x in ci):
+        return ""
+    lo, hi = (_bare(f"{x:.{digits}f}") for x in ci)
+    return f"{lo}, {hi}" if ci[0] < 0 else f"{lo}–{hi}"
 
 
 def number(value: float | None) -> str:

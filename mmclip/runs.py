@@ -17,8 +17,17 @@ from mmclip.tables import print_run
 def load_runs(paths: list[str]) -> dict[str, Results]:
     """Finished runs by a short name: the folder's, or the whole path where two folders are called alike. Errors:
     UsageError, as of ``load_run``."""
+    return {name: load_run(path) for name, path in run_names(paths).items()}
+
+
+def run_names(paths: list[str]) -> dict[str, str]:
+    """Short name -> path: the folder's name, or the whole path where two are called alike.
+
+    >>> run_names(["logs/a", "logs/b"]), run_names(["old/a", "new/a"])
+    ({'a': 'logs/a', 'b': 'logs/b'}, {'old/a': 'old/a', 'new/a': 'new/a'})
+    """
     names = [Path(p).name for p in paths]
-    return {n if names.count(n) == 1 else p: load_run(p) for n, p in zip(names, paths, strict=True)}
+    return {n if names.count(n) == 1 else p: p for n, p in zip(names, paths, strict=True)}
 
 
 def load_run(path: str) -> Results:

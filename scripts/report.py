@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""One HTML page for one run, or for several over the same data.
+
+python scripts/report.py --runs logs/my-run
+"""
+
+from mmclip.config_report import parse_report
+from mmclip.flags import run_script
+
+
+def main() -> None:
+    settings = parse_report()
+    from mmclip.report import write_asked_report  # after the flags are known to be right
+
+    write_asked_report(settings)
+
+
+if __name__ == "__main__":
+    run_script(main)
