@@ -62,7 +62,7 @@ def watch(arguments: argparse.Namespace, scratch: Path) -> tuple[list[Sample], i
                "--max-steps", arguments.steps, "--epochs", arguments.steps, "--device", "cpu",
                "--save-steps", arguments.save_steps, "--val-steps", arguments.val_steps, "--workers", arguments.workers,
                "--loss", "sym", "--norm", "learned", "--lr", "1e-4", "--logs", scratch, "--name", "soak",
-               "--report-to", "tensorboard", "--log-every-n-steps", 10]  # fmt: skip
+               "--report-to", "tensorboard", "--log-every-n-steps", 10, "--no-report"]  # fmt: skip
     process = subprocess.Popen(
         [str(c) for c in command], cwd=ROOT, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

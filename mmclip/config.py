@@ -190,6 +190,7 @@ class TrainSettings:
         "training captions (or images) that the last evaluation corrects the untrained direction with; 0: none",
         metavar="N",
     )
+    report: bool = flag(True, RUN, "write report.html at the end: numbers, curves, best and worst retrievals")
     keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
     strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")
     val_steps: int | None = flag(None, RUN, "validate both directions every N steps [an epoch]", type=int, metavar="N")

@@ -60,6 +60,7 @@ class EvaluateSettings:
         "folder for results.json and per_query.npz [evaluations/DATA-SPLIT in the run, else in logs]",
         metavar="DIR",
     )
+    report: bool = flag(True, RUN, "write report.html beside results.json: a page with pictures")
     compare: list[str] | None = flag(
         None, RUN, "finished runs to set beside it, on the same data", type=str, nargs="+", metavar="RUN"
     )

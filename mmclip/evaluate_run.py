@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from mmclip import distributed, facts
 from mmclip.architectures import architecture_of
 from mmclip.bank import draw_bank, saved_bank
 from mmclip.build import Model, build_model
-from mmclip.comparison import verdict
+from mmclip.comparison import verdicts
 from mmclip.config_evaluate import DiagnoseSettings, EvaluateSettings
 from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, trained_scales
 from mmclip.datasets import open_bank, open_evaluation
@@ -20,10 +19,10 @@ from mmclip.distractors import parse_distractors
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.finish import evaluate_source, evaluate_with_bar
+from mmclip.finish import evaluate_source, evaluate_with_bar, print_report
 from mmclip.model_names import WEIGHT_SUFFIXES
 from mmclip.results import Results, save_results
-from mmclip.runs import load_run, load_runs, told_of
+from mmclip.runs import load_run, load_runs
 from mmclip.saved_embeddings import load_embeddings
 from mmclip.similarity import Direction
 from mmclip.sources import Source
@@ -42,32 +41,22 @@ def evaluate_model(settings: EvaluateSettings) -> None:
         name, results = _evaluate(settings)
         runs[name] = results
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
-    verdicts = [v for r in runs.values() for v in _verdicts(r, control, baseline)] if control is not None else []
-    if settings.control is not None and not verdicts:
+    found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
+    if settings.control is not None and not found:
         raise UsageError(
             f"--control {one_line(settings.control)}: none of the runs has its loss and keeps its documents' length "
             "(gamma_d below 1), so there is nothing to give a verdict on"
         )
-    if settings.model is None and settings.embeddings is None and len(runs) == 1 and not verdicts:
+    if settings.model is None and settings.embeddings is None and len(runs) == 1 and not found:
         name, results = next(iter(runs.items()))
         print_run(results, name, groups=True)
-    elif len(runs) > 1 or verdicts:
-        print_comparison(runs, verdicts)
+    elif len(runs) > 1 or found:
+        print_comparison(runs, found)
     if settings.plot is not None:
         from mmclip.plots import plot_tradeoff
 
         plot_tradeoff(runs, Path(settings.plot))
         print(f"picture: {one_line(settings.plot)}")
-
-
-def _verdicts(run: Results, control: Results, baseline: Results | None) -> list[dict[str, Any]]:
-    """The verdicts on a run whose candidates keep some length and whose loss is the control's, in every pool where
-    magnitude can matter; [] for any other run."""
-    mine, controls = run.json["trained_with"], control.json["trained_with"]
-    if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0):
-        return []
-    with told_of("--control and the runs that have its loss"):
-        return [verdict(run, control, baseline, pool) for pool in run.pools]
 
 
 def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
@@ -109,7 +98,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
         seed=settings.seed,
         block_bytes=settings.block_bytes,
     )
-    return name, _report(results, name, where, isinstance(settings, DiagnoseSettings))
+    return name, _report(settings, results, name, where)
 
 
 def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Results]:
@@ -145,14 +134,16 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
         seed=settings.seed,
         block_bytes=settings.block_bytes,
     )
-    return name, _report(results, name, where, isinstance(settings, DiagnoseSettings))
+    return name, _report(settings, results, name, where)
 
 
-def _report(results: Results, name: str, where: Path, diagnostics: bool) -> Results:
+def _report(settings: EvaluateSettings, results: Results, name: str, where: Path) -> Results:
     print_run(results, name, groups=True)
-    if diagnostics:
+    if isinstance(settings, DiagnoseSettings):
         print_diagnostics(results, name)
     print(f"results: {one_line(save_results(results, where))}")
+    if settings.report:
+        print_report(name, where)
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.progress import TaskID
@@ -76,9 +77,21 @@ def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
     if others:
         print_comparison({name: results, **others})
     print(f"results: {one_line(trainer.folder / 'results.json')}")
+    if settings.report:
+        print_report(name, trainer.folder)
     if settings.strict and trainer.told:
         raise UsageError(f"alarm (--strict): {trainer.told[0].text}")
     return results
+
+
+def print_report(name: str, folder: Path) -> None:
+    """Write the page of a run whose results are saved; what is wrong with it is said and ends nothing."""
+    from mmclip.report import REPORT_FILE, write_report  # matplotlib and jinja2 take a second to import
+
+    try:
+        print(f"report: {one_line(write_report({name: folder}, folder / REPORT_FILE))}")
+    except UsageError as error:
+        print(f"no report: {error}", file=sys.stderr)
 
 
 def evaluate_source(

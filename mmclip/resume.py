@@ -43,6 +43,7 @@ FREE_TO_CHANGE = {
     "save_steps",
     "keep_checkpoints",
     "bank_size",
+    "report",
     "report_to",
     "compare",
     "strict",

@@ -53,19 +53,13 @@ def main() -> None:
             str(logs),
             "--name",
             name,
+            "--no-report",  # one page shows all three, at the end
         )
     print("\n=== side by side; every difference is against the first row\n", flush=True)
-    call(
-        "evaluate.py",
-        "--compare",
-        *(str(logs / name) for name in RUNS),
-        "--control",
-        str(logs / "control"),
-        "--baseline",
-        str(logs / "baseline"),
-        "--plot",
-        str(logs / "tradeoff.png"),
-    )
+    runs = [str(logs / name) for name in RUNS]
+    judged = ["--control", str(logs / "control"), "--baseline", str(logs / "baseline")]
+    call("evaluate.py", "--compare", *runs, *judged, "--plot", str(logs / "tradeoff.png"))
+    call("report.py", "--runs", *runs, *judged)
 
 
 def call(script: str, *arguments: str) -> None:

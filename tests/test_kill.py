@@ -37,7 +37,7 @@ def test_a_run_killed_again_and_again_ends_as_the_whole_one(
 ) -> None:
     flags = ["--train-data", tiny_data, "--model", tiny_model, "--batch-size", 24, "--epochs", 3, "--lr", "3e-3",
              "--warmup", 2, "--log-every-n-steps", 1, "--save-steps", 2, "--val-steps", 3, "--device", "cpu",
-             "--loss", "sym", "--norm", "learned", "--workers", workers]  # fmt: skip
+             "--loss", "sym", "--norm", "learned", "--workers", workers, "--no-report"]  # fmt: skip
     flags += ["--lock-image", "--lock-text", "--cache-features"] if cached else []
     attempts = killed_and_resumed(tmp_path, kills, cached, flags)
     killed = [a for a in attempts if os.WTERMSIG(int(str(a["status"]))) == signal.SIGKILL]

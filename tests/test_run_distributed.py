@@ -33,7 +33,7 @@ def command(*arguments: object) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "--"]
-    return [*start, str(ROOT / "scripts" / "train_clip.py"), *map(str, arguments)]
+    return [*start, str(ROOT / "scripts" / "train_clip.py"), *map(str, arguments), "--no-report"]
 
 
 def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:

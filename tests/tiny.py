@@ -32,8 +32,10 @@ def make_model(folder: Path) -> Path:
 def run_script(
     name: str, *arguments: object, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script as a user starts it, on one thread."""
+    """A script as a user starts it, on one thread; without its page, which takes seconds, unless --report is given."""
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    if name in ("train_clip.py", "evaluate.py", "diagnose.py") and "--report" not in command:
+        command.append("--no-report")
     return subprocess.run(
         command,
         cwd=ROOT,
