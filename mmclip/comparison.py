@@ -52,8 +52,12 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
 
 def scoring_gain(run: Results, pool: str, direction: str, before: str, after: str, metric: str = "success@1") -> Json:
     """What a scoring gains over another in one run, over the same queries: {"delta", "ci", "within_noise"}."""
-    clusters = run.array(f"{pool}/{direction}/clusters")
     a, b = (run.query_values(pool, direction, scoring, metric) for scoring in (before, after))
+    return change(a, b, run.array(f"{pool}/{direction}/clusters"))
+
+
+def change(a: Array, b: Array, clusters: Array) -> Json:
+    """b - a over the same queries, a [Q], b [Q], clusters [Q]: {"delta", "ci", "within_noise"}."""
     return _delta(metrics.paired_difference(a, b, clusters, seed=SEED), _several(clusters))
 
 

@@ -15,10 +15,11 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from mmclip import comparison
+from mmclip.backwards_tables import backwards_table, seeds_table
 from mmclip.errors import one_line
 from mmclip.formats import NONE, delta, effect, number, rate
 from mmclip.pools import MAIN_POOL
-from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
+from mmclip.results import CORRECTED, NATIVE, Results
 from mmclip.similarity import CLIP_DIRECTIONS
 from mmclip.table_parts import NAME_WIDTH, column, gap, make_console, name_cell, new_table, row, titled
 
@@ -32,7 +33,6 @@ COLUMNS = (
     ("ndcg@10", "nDCG"),
 )
 FEW_CLUSTERS = 20  # 95% of a percentile bootstrap are 94% with 20 clusters, 90% with 10, 85% with 5
-BACKWARDS = (NATIVE, REVERSED, CORRECTED)
 _LEGEND = """pools: retrieval, all images and captions; full, captions that describe everything; distractors, more
 candidates that match nothing. S@k: a relevant one among the best k; R@5: share of all relevant ones,
 small where a caption fits many images. d: Cohen's d of length, relevant against irrelevant among each
@@ -203,29 +203,6 @@ def _bank(found: Json) -> str:
     return f"corrected: bank {one_line(found['bank'], 80)}, {found['bank_size']} items{own}{same}"
 
 
-def backwards_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group | None:
-    """success@1 of the directions whose opposite was trained: native, reversed, corrected, and what the correction
-    gains over reversed, paired. None where no run has a correction."""
-    rows: list[list[Text | str]] = []
-    for name, run in runs.items():
-        for direction in CLIP_DIRECTIONS:
-            numbers = run.pools[pool]["retrieval"][direction.value]
-            if CORRECTED not in numbers:
-                continue
-            gain = comparison.scoring_gain(run, pool, direction.value, REVERSED, CORRECTED)
-            shown = [rate(numbers[s]["success@1"], numbers[s]["ci"]["success@1"]) for s in BACKWARDS]
-            rows.append([name_cell(name), direction.value, *shown, delta(gain)])
-    if not rows:
-        return None
-    table = new_table("run")
-    for top, bottom in (("", "direction"), ("", "native"), ("trained scores", "reversed"), ("", "corrected"),
-                        ("corrected", "- reversed")):  # fmt: skip
-        column(table, top, bottom)
-    for cells in rows:
-        row(table, cells)
-    return titled("the trained direction read backwards, success@1", next(iter(runs.values())), pool, table)
-
-
 def print_run(results: Results, name: str | None = None, console: Console | None = None, groups: bool = False) -> None:
     """One run, every pool; with ``groups`` also lengths by caption length, level and object count."""
     console = console or make_console()
@@ -247,6 +224,7 @@ def print_comparison(
     for pool in _shared_pools(runs):
         console.print(runs_table(runs, pool))
         console.print(backwards_table(runs, pool) or "", end="")
+        console.print(seeds_table(runs, pool) or "", end="")
     console.print(Text("± half of the 95% interval; ~ within noise: the paired interval of the difference holds 0\n"))
     _print_lengths(runs, console, groups=True)
     for found in verdicts:
