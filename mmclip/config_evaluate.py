@@ -5,34 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mmclip.config import BANK_SIZE, DATA, MODEL, PRECISIONS, RUN, SCENES
+from mmclip.config import DATA, MODEL, RUN
+from mmclip.config_encode import EncodeSettings
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import flag, parse
 
 
 @dataclasses.dataclass
-class EvaluateSettings:
-    """Every flag of evaluate.py."""
+class EvaluateSettings(EncodeSettings):
+    """Every flag of evaluate.py. No model where only finished runs are compared, or saved embeddings are evaluated;
+    the bank may also be a file of those, or "transductive": the evaluation's own items."""
 
-    model: str | None = flag(
-        None,
-        MODEL,
-        "a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name "
-        "a model config JSON or a checkpoint file; may be left out where only finished runs are compared",
-    )
-    pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file, for a model name or JSON")
     embeddings: str | None = flag(
         None,
         MODEL,
         "saved embeddings instead of a model and data: .safetensors or .npz, as scripts/embed.py writes them",
         metavar="FILE",
     )
-    data: str = flag(SCENES, DATA, "evaluation data: a folder in clip-benchmark's layout, shards, a CSV, or builtin:…")
-    split: str | None = flag(None, DATA, "split of a folder [test, else val]")
-    dataset_type: str = flag("auto", DATA, "how to read the data", choices=("auto", "webdataset", "csv"))
-    csv_img_key: str = flag("filepath", DATA, "CSV column of image paths")
-    csv_caption_key: str = flag("title", DATA, "CSV column of captions")
-    csv_separator: str = flag("\t", DATA, "CSV separator")
     distractors: list[str] | None = flag(
         None,
         DATA,
@@ -42,18 +31,6 @@ class EvaluateSettings:
         nargs="+",
         metavar="KIND",
     )
-    bank: str | None = flag(
-        None,
-        DATA,
-        "training data whose captions (or images) correct the direction that was not trained; 'transductive' takes "
-        "the evaluation's own, which a real search does not have",
-    )
-    bank_split: str | None = flag(None, DATA, "split of the bank's folder [train]")
-    bank_size: int = flag(BANK_SIZE, DATA, "how many of the bank's captions (or images) to draw", metavar="N")
-    batch_size: int = flag(64, RUN, "images and captions a batch", metavar="B")
-    workers: int = flag(2, RUN, "processes that read and decode images", metavar="N")
-    precision: str = flag("fp32", RUN, "autocast of the encoders; scores are always float32", choices=PRECISIONS)
-    device: str = flag("auto", RUN, "auto, cpu, cuda or cuda:N")
     output: str | None = flag(
         None,
         RUN,
@@ -73,13 +50,10 @@ class EvaluateSettings:
     baseline: str | None = flag(None, RUN, "the sym/cosine run of that verdict", metavar="RUN")
     plot: str | None = flag(None, RUN, "write the trade-off picture of the compared runs here", metavar="PNG")
     block_bytes: int = flag(64 * 2**20, RUN, "working memory of the ranking, beside the embeddings", metavar="BYTES")
-    seed: int = flag(0, RUN, "of the bootstrap and of everything that is drawn")
 
     def __post_init__(self) -> None:
-        lowest = {"batch_size": 1, "workers": 0, "seed": 0, "bank_size": 1, "block_bytes": 2**20}
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {low}")
+        super().__post_init__()
+        self.require_at_least(block_bytes=2**20)
         if self.model is None and self.embeddings is None and not self.compare:
             raise UsageError("nothing to do: give --model, --embeddings, or --compare with finished runs")
         if self.embeddings is not None:
@@ -91,15 +65,14 @@ class EvaluateSettings:
                     )
         if self.baseline is not None and self.control is None:
             raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
-        if self.pretrained is not None and self.model is None:
-            raise UsageError(f"--pretrained {self.pretrained} needs --model, the name of its architecture")
 
 
 DESCRIPTION = """Evaluate a model in both retrieval directions under every scoring, with magnitudes, and compare runs.
 
 Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with (a plain CLIP's is
 cosine). A direction whose opposite was trained has two more: reversed, the trained scores read backwards, and, with
---bank, corrected: those less what each candidate scores on average over the bank."""
+--bank, corrected: those less what each candidate scores on average over the bank. --bank transductive takes the
+evaluation's own items, which a real search does not have."""
 
 EXAMPLES = """examples:
   python scripts/evaluate.py --model logs/demo-scenes-seed0/qnorm --data builtin:scenes

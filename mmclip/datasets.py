@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmclip.config import TrainSettings
+from mmclip.config_encode import EncodeSettings
 from mmclip.config_evaluate import EvaluateSettings
 from mmclip.data import builtin_folder, find_split, is_folder, open_data
 from mmclip.distractors import parse_distractors
@@ -45,11 +46,12 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
     return data, _open(settings, settings.train_data, found.name, "eval"), _distractors(settings, settings.train_data)
 
 
-def open_evaluation(settings: EvaluateSettings) -> tuple[ImageTextData, Named]:
+def open_evaluation(settings: EncodeSettings) -> tuple[ImageTextData, Named]:
     """(evaluation data, its own distractors and those of --distractors). Errors: UsageError."""
     data = _open(settings, settings.data, settings.split, "eval")
     named = _distractors(settings, settings.data)
-    for source in parse_distractors(settings.distractors or [])[1]:
+    asked = settings.distractors if isinstance(settings, EvaluateSettings) else None
+    for source in parse_distractors(asked or [])[1]:
         extra = _open(settings, source, None, "eval")
         if extra.fingerprint() == data.fingerprint():
             raise UsageError(f"--distractors {one_line(source)}: the evaluation data themselves, which match something")
@@ -57,7 +59,7 @@ def open_evaluation(settings: EvaluateSettings) -> tuple[ImageTextData, Named]:
     return data, named
 
 
-def open_bank(settings: EvaluateSettings, evaluated: ImageTextData) -> ImageTextData:
+def open_bank(settings: EncodeSettings, evaluated: ImageTextData) -> ImageTextData:
     """The data of --bank. Errors: UsageError, also where they are the evaluation data themselves."""
     assert settings.bank is not None
     data = _open(settings, settings.bank, settings.bank_split, "train")
@@ -69,7 +71,7 @@ def open_bank(settings: EvaluateSettings, evaluated: ImageTextData) -> ImageText
     return data
 
 
-def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | None, purpose: str) -> ImageTextData:
+def _open(settings: TrainSettings | EncodeSettings, source: str, split: str | None, purpose: str) -> ImageTextData:
     return open_data(
         source,
         split,
@@ -81,7 +83,7 @@ def _open(settings: TrainSettings | EvaluateSettings, source: str, split: str | 
     )
 
 
-def _distractors(settings: TrainSettings | EvaluateSettings, source: str) -> Named:
+def _distractors(settings: TrainSettings | EncodeSettings, source: str) -> Named:
     root = builtin_folder(source) or Path(source)
     if not is_folder(root / DISTRACTORS):
         return {}

@@ -14,7 +14,6 @@ from mmclip import distributed
 from mmclip.bank import draw_bank
 from mmclip.build import Model
 from mmclip.config_embed import EmbedSettings
-from mmclip.config_evaluate import EvaluateSettings
 from mmclip.correction import Bank, bank_side, log_evidence, trained_scales
 from mmclip.datasets import open_bank, open_evaluation
 from mmclip.embeddings import Runner
@@ -35,9 +34,8 @@ def embed(settings: EmbedSettings) -> None:
     """Everything that embed.py does. Errors: UsageError, one line."""
     assert settings.model is not None and settings.output is not None
     device = distributed.start(settings.device)
-    opened = _as_evaluated(settings)
-    data, distractors = open_evaluation(opened)
-    bank_data = open_bank(opened, data) if settings.bank is not None else None
+    data, distractors = open_evaluation(settings)
+    bank_data = open_bank(settings, data) if settings.bank is not None else None
     print(f"encoding {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]", file=sys.stderr)
     model = load_model(settings.model, settings.pretrained)
     alpha = trained_scales(model.facts, model.loaded_scale)
@@ -77,12 +75,6 @@ def embed(settings: EmbedSettings) -> None:
         f"embeddings: {one_line(path)}: {len(found.image):,} images, {len(found.text):,} texts, "
         f"D = {found.image.shape[1]}" + "".join(f", evidence of {d}" for d in saved.evidence)
     )
-
-
-def _as_evaluated(settings: EmbedSettings) -> EvaluateSettings:
-    """The same data and bank as evaluate.py would open."""
-    shared = {f.name for f in dataclasses.fields(EmbedSettings)} - {"output"}
-    return EvaluateSettings(**{name: getattr(settings, name) for name in shared})
 
 
 def _require_space(path: Path, sets: Sequence[ImageTextData], model: Model) -> None:
