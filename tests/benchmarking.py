@@ -113,7 +113,7 @@ def assert_equal_within_ties(found: dict[str, float], run: Path, data: Path, sco
     """
     model, runner = load_model(str(run)), Runner(torch.device("cpu"), progress=False)
     opened = open_data(str(data), purpose="eval")
-    rows = EvalSource.open(opened, None, model, runner, None).eval_data(model, runner)
+    rows = EvalSource.open(opened, {}, model, runner).eval_data(model, runner)
     exponents = native_exponents(model.facts) if scoring == "native" else Normalization(scoring).exponents
     tied = {}
     for direction in CLIP_DIRECTIONS:
