@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def _shapes(path: Path) -> Shapes:
             state = torch.load(path, map_location="cpu", weights_only=True)
             state = state.get("state_dict", state)
             found = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, torch.Tensor)}
+    except pickle.UnpicklingError:  # torch's advice would be to run it
+        raise UsageError(f"--model {one_line(path)}: not a file of plain tensors") from None
     except Exception as error:  # a file of any kind may stand there
         raise UsageError(
             f"--model {one_line(path)}: not a checkpoint that can be read: {one_line(error, 240)}"

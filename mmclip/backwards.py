@@ -51,13 +51,12 @@ class Backwards:
         if trained not in self.scales:
             rankings.pop(REVERSED, None)
             return {}
-        side = bank_side(direction)
-        bank = self.bank.of(side, pool.vectors) if self.bank is not None else None
-        if self.bank is None or bank is None:
-            return {}
         alpha = self.scales[trained]
         query, candidate = direction.roles(pool.vectors)
-        evidence = log_evidence(candidate, bank, self.native, alpha, block_bytes)
+        found = self._evidence(direction, pool, candidate, alpha, block_bytes)
+        if self.bank is None or found is None:
+            return {}
+        evidence, size = found
         rankings[CORRECTED] = rank(
             corrected_queries(query, self.native),
             corrected_candidates(candidate, evidence, self.native, alpha),
@@ -68,11 +67,27 @@ class Backwards:
         )[CORRECTED]
         about = {
             "bank": self.bank.name,
-            "bank_size": len(bank),
+            "bank_size": size,
             "transductive": self.bank.transductive,
             "alpha": alpha,
             "alpha_source": "given" if trained in self.told else "calibrated",
         }
+        side = bank_side(direction)
         if side in self.bank.overlap:
             about["bank_overlap"] = self.bank.overlap[side]
         return {CORRECTED: about}
+
+    def _evidence(
+        self, direction: Direction, pool: Pool, candidate: Tensor, alpha: float, block_bytes: int
+    ) -> tuple[Tensor, int] | None:
+        """(log-evidence of every candidate, the bank's size), or None without a bank for them."""
+        if self.bank is None:
+            return None
+        side = bank_side(direction)
+        rows = self.bank.of(side, pool.vectors)
+        if rows is not None:
+            return log_evidence(candidate, rows, self.native, alpha, block_bytes), len(rows)
+        known = self.bank.evidence.get(direction)
+        if known is None or len(known) != len(candidate):  # a pool with other candidates than the main one
+            return None
+        return known.to(candidate.device), self.bank.sizes.get(side, 0)

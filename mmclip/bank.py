@@ -62,7 +62,10 @@ def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: SavedEmbed
 
     Errors: UsageError for a file of another D, and where all drawn vectors are the evaluation's.
     """
-    saved = load_embeddings(path)
+    try:
+        saved = load_embeddings(path)
+    except UsageError as error:
+        raise UsageError(f"--bank of saved embeddings: {error}") from None
     bank = Bank(path)
     for side in sides:
         rows, known = getattr(saved, side), getattr(evaluated, side)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,7 +170,9 @@ def _try_out(model: Model, name: str) -> None:
 
 
 def _why(error: Exception, limit: int = 300) -> str:
-    """An assertion may say nothing."""
+    """An assertion may say nothing, and torch's advice on a pickle is to run it."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "not a file of plain tensors"
     return one_line(str(error) or type(error).__name__, limit)
 
 

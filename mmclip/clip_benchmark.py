@@ -5,7 +5,7 @@
     cli.run                                  wrapped, to correct the settings of each evaluation before it starts:
                                              --output with a model's slashes, more workers than shards, autocast that
                                              turns scores into bfloat16 on a CPU, the task of a retrieval folder
-    metrics.zeroshot_retrieval.recall_at_k   torch.topk refuses a k above the number of candidates
+    metrics.zeroshot_retrieval.recall_at_k   refuses a k above the number of candidates, and takes memory for Q x k x N
     metrics.*.accuracy                       float() of an array with an axis, an error since numpy 2.4
 """
 
@@ -60,6 +60,13 @@ def load(
     return ScoredModel(model.towers, exponents).to(device), model.transform(), model.tokenize
 
 
+def recall_at_k(scores: Tensor, positive_pairs: Tensor, k: int) -> Tensor:
+    """clip-benchmark's, for every k and in the memory of its inputs: [Q] share of a query's relevant documents that are
+    among its k best. scores, positive_pairs [Q, N]."""
+    best = scores.topk(min(k, scores.shape[1]), dim=1).indices
+    return positive_pairs.gather(1, best).sum(1) / positive_pairs.sum(1)
+
+
 def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...] = (1,)) -> list[float]:
     """clip-benchmark's, for every numpy: share of targets [N] among the k best of output [N, C], for each k."""
     hits = output.topk(max(topk), dim=1).indices == target.view(-1, 1)
@@ -82,10 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if MODEL_TYPE not in models.MODEL_TYPES:
         models.MODEL_TYPES.append(MODEL_TYPE)
     retrieval, classification, probe = metrics
-    at_k = retrieval.recall_at_k
     replacements: list[tuple[Any, str, Any]] = [
         (cli, "run", partial(_run, cli.run, cli.get_dataset_default_task, scoring)),
-        (retrieval, "recall_at_k", lambda scores, positive, k: at_k(scores, positive, min(k, scores.shape[1]))),
+        (retrieval, "recall_at_k", recall_at_k),
         (classification, "accuracy", accuracy),
         (probe, "accuracy", accuracy),
         (sys, "argv", ["clip_benchmark.py", *theirs]),
@@ -93,7 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         for owner, name, value in replacements:
             stack.enter_context(_replaced(owner, name, value))
-        cli.main()
+        try:
+            cli.main()
+        except json.JSONDecodeError as error:  # of build, which reads the files that it is given
+            raise UsageError(f"not the JSON of an evaluation: {one_line(error)}") from None
 
 
 @contextlib.contextmanager
@@ -145,7 +154,7 @@ def _run(
                 f"--task {args.task}: nothing in it is ranked, so a scoring has no meaning there; take --model_type "
                 "open_clip with --model local-dir:RUN/model"
             )
-        is_local = args.model.startswith("local-dir:") or is_folder(Path(args.model))
+        is_local = args.model.startswith("local-dir:") or args.model.endswith(".json") or is_folder(Path(args.model))
         if is_local and not names_a_file(args.pretrained):
             args.pretrained = ""  # a folder holds its own weights; clip-benchmark's default is a tag of another model
     if ours or not torch.cuda.is_available():

@@ -96,6 +96,8 @@ def verdict(
         if other is not None:
             _same_data(run, other)
     _check_control(run, control)
+    if baseline is not None:
+        _check_baseline(baseline)
     where = (pool, direction.value)
     options = {"resamples": resamples, "seed": seed}
     report: Json = {"pool": pool, "direction": direction.value}
@@ -110,10 +112,10 @@ def verdict(
 
 
 def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
-    """The verdicts on a run whose documents keep some length and whose loss is the control's, one a pool; [] for any
-    other run. Errors: UsageError, as of :func:`verdict`."""
+    """The verdicts on a run whose documents keep some length and whose loss and seed are the control's, one a pool; []
+    for any other run. Errors: UsageError, as of :func:`verdict`."""
     mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
-    if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0):
+    if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0) or _seeds_differ(run, control):
         return []
     return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
@@ -229,6 +231,22 @@ def _same_data(a: Results, b: Results) -> None:
             )
 
 
+def _seeds_differ(run: Results, control: Results) -> bool:
+    """Whether both say their seed, and not the same."""
+    seeds = {r.json.get("seed") for r in (run, control)} - {None}
+    return len(seeds) > 1
+
+
+def _check_baseline(baseline: Results) -> None:
+    trained = baseline.json.get("trained_with") or {}
+    native = baseline.json["evaluation"]["native"]
+    if trained.get("loss") not in (None, "sym") or (native["gamma_q"], native["gamma_d"]) != (1, 1):
+        raise UsageError(
+            f"the baseline was trained with {one_line(trained.get('loss'))} and the exponents {native['gamma_q']}, "
+            f"{native['gamma_d']}: a baseline is a sym/cosine run"
+        )
+
+
 def _check_control(run: Results, control: Results) -> None:
     loss, control_loss = ((r.json.get("trained_with") or {}).get("loss") for r in (run, control))
     if loss != control_loss:
@@ -236,9 +254,14 @@ def _check_control(run: Results, control: Results) -> None:
             f"the control was trained with the loss {one_line(control_loss)}, the run with {one_line(loss)}: "
             "a control has the run's loss"
         )
+    if _seeds_differ(run, control):
+        seeds = [r.json["seed"] for r in (control, run)]
+        raise UsageError(
+            f"the control was trained with seed {seeds[0]}, the run with {seeds[1]}: a control has the run's"
+        )
     gamma_d = control.json["evaluation"]["native"]["gamma_d"]
     if gamma_d != 1:
         raise UsageError(
-            f"the control keeps its candidates' length (gamma_d {gamma_d}); a control is trained with gamma_d 1: "
+            f"the control keeps its documents' length (gamma_d {gamma_d}); a control is trained with gamma_d 1: "
             "cosine or dnorm"
         )

@@ -29,7 +29,8 @@ class EncodeSettings:
     bank: str | None = flag(
         None,
         DATA,
-        "training data, the captions (or images) of which correct every direction whose opposite was trained",
+        "training data, the captions (or images) of which correct every direction whose opposite was trained; with "
+        "saved embeddings another file of those; 'transductive': the evaluation's own, which a real search lacks",
         metavar="DATA",
     )
     bank_split: str | None = flag(None, DATA, "split of the bank's folder [train]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mmclip.config import DATA, MODEL, RUN
+from mmclip.config import DATA, MODEL, RUN, SCENES
 from mmclip.config_encode import EncodeSettings
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import flag, parse
@@ -13,8 +13,7 @@ from mmclip.flags import flag, parse
 
 @dataclasses.dataclass
 class EvaluateSettings(EncodeSettings):
-    """Every flag of evaluate.py. No model where only finished runs are compared, or saved embeddings are evaluated;
-    the bank may also be a file of those, or "transductive": the evaluation's own items."""
+    """Every flag of evaluate.py. No model where only finished runs are compared, or saved embeddings are evaluated."""
 
     embeddings: str | None = flag(
         None,
@@ -44,7 +43,7 @@ class EvaluateSettings(EncodeSettings):
     control: str | None = flag(
         None,
         RUN,
-        "the control run (same loss and seed, candidates normalized): was magnitude learned, is it useful?",
+        "the control run (same loss and seed, documents normalized): was magnitude learned, is it useful?",
         metavar="RUN",
     )
     baseline: str | None = flag(None, RUN, "the sym/cosine run of that verdict", metavar="RUN")
@@ -57,11 +56,11 @@ class EvaluateSettings(EncodeSettings):
         if self.model is None and self.embeddings is None and not self.compare:
             raise UsageError("nothing to do: give --model, --embeddings, or --compare with finished runs")
         if self.embeddings is not None:
-            for name in ("model", "pretrained", "split", "distractors"):
-                if getattr(self, name) is not None:
+            for name in ("model", "pretrained", "data", "split", "distractors", "bank_split"):
+                if getattr(self, name) not in (None, SCENES):
                     raise UsageError(
-                        f"--embeddings {one_line(self.embeddings)} with --{name}: saved embeddings are what they are; "
-                        "encode again with scripts/embed.py"
+                        f"--embeddings {one_line(self.embeddings)} with --{name.replace('_', '-')}: saved "
+                        "embeddings are what they are; encode again with scripts/embed.py"
                     )
         if self.baseline is not None and self.control is None:
             raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
@@ -71,8 +70,7 @@ DESCRIPTION = """Evaluate a model in both retrieval directions under every scori
 
 Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with (a plain CLIP's is
 cosine). A direction whose opposite was trained has two more: reversed, the trained scores read backwards, and, with
---bank, corrected: those less what each candidate scores on average over the bank. --bank transductive takes the
-evaluation's own items, which a real search does not have."""
+--bank, corrected: those less what each candidate scores on average over the bank."""
 
 EXAMPLES = """examples:
   python scripts/evaluate.py --model logs/demo-scenes-seed0/qnorm --data builtin:scenes

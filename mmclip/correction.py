@@ -39,12 +39,15 @@ class Bank:
 
     name: of its data, or ``TRANSDUCTIVE``: the pool's own items, which a real search engine does not have beforehand.
     vectors: side -> raw [B, D]; the sides that it has are those that can be corrected for. overlap: side -> how many
-    of its items are the evaluation's, too.
+    of its items are the evaluation's, too. evidence: direction -> that of every candidate of the main pool, computed
+    before with its opposite's alpha over a bank of ``sizes``; it stands in for vectors that are not there.
     """
 
     name: str
     vectors: dict[str, Tensor] = field(default_factory=dict)
     overlap: dict[str, int] = field(default_factory=dict)
+    evidence: dict[Direction, Tensor] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def transductive(self) -> bool:

@@ -109,8 +109,14 @@ def _check_columns(path: Path, columns: list[str], img_key: str, caption_key: st
     shown = [one_line(c, 60) for c in columns]
     for wanted, flag in ((img_key, "--csv-img-key"), (caption_key, "--csv-caption-key")):
         if wanted not in columns:
+            other = (
+                next((s for s in ",;\t|" if s != separator and wanted in columns[0].split(s)), None)
+                if columns
+                else None
+            )
+            hint = f"; did you mean --csv-separator {other!r}?" if other else nearest(wanted, shown)
             raise UsageError(
-                f"{path}: no column {one_line(wanted)!r} ({flag}){nearest(wanted, shown)}; "
+                f"{path}: no column {one_line(wanted)!r} ({flag}){hint}; "
                 f"with --csv-separator {separator!r} its columns are: "
                 f"{one_line(', '.join(shown) or 'none, the file is empty', 160)}"
             )

@@ -14,7 +14,7 @@ from mmclip import distributed
 from mmclip.bank import draw_bank
 from mmclip.build import Model
 from mmclip.config_embed import EmbedSettings
-from mmclip.correction import Bank, bank_side, log_evidence, trained_scales
+from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, log_evidence, trained_scales
 from mmclip.datasets import open_bank, open_evaluation
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
@@ -35,12 +35,12 @@ def embed(settings: EmbedSettings) -> None:
     assert settings.model is not None and settings.output is not None
     device = distributed.start(settings.device)
     data, distractors = open_evaluation(settings)
-    bank_data = open_bank(settings, data) if settings.bank is not None else None
+    bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
     print(f"encoding {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]", file=sys.stderr)
     model = load_model(settings.model, settings.pretrained)
     alpha = trained_scales(model.facts, model.loaded_scale)
-    corrected = [d for d in CLIP_DIRECTIONS if d.opposite in alpha] if bank_data is not None else []
-    if bank_data is not None and not corrected:
+    corrected = [d for d in CLIP_DIRECTIONS if d.opposite in alpha] if settings.bank is not None else []
+    if settings.bank is not None and not corrected:
         raise UsageError(f"--bank: --model {one_line(settings.model)} names no known loss: nothing can be corrected")
     for direction in corrected:
         if alpha[direction.opposite] is None:
@@ -70,6 +70,9 @@ def embed(settings: EmbedSettings) -> None:
             data,
         )
         saved = _with_evidence(saved, corrected, bank)
+    elif settings.bank is not None:
+        vectors = {bank_side(d): getattr(saved, bank_side(d)) for d in corrected}
+        saved = _with_evidence(saved, corrected, Bank(TRANSDUCTIVE, vectors))
     save_embeddings(path, saved)
     print(
         f"embeddings: {one_line(path)}: {len(found.image):,} images, {len(found.text):,} texts, "

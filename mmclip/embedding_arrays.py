@@ -36,7 +36,7 @@ def first_repeated(values: Sequence[str]) -> str | None:
 
 def read_floats(array: Array, name: str) -> Array:
     if array.dtype.kind != "f":
-        raise UsageError(f"{name} holds {array.dtype}: floats are expected")
+        raise UsageError(f"{name} holds {array.dtype}: floats are expected (cast them, {name}.astype('float32'))")
     return array
 
 

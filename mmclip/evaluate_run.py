@@ -31,8 +31,10 @@ from mmclip.tables import print_comparison, print_run
 
 def evaluate_model(settings: EvaluateSettings) -> None:
     """Everything that evaluate.py does. Errors: UsageError, one line."""
-    if settings.plot is not None and not Path(settings.plot).name:
-        raise UsageError(f"--plot {settings.plot!r}: the name of a picture is expected")
+    if settings.plot is not None:
+        plot = Path(settings.plot)
+        if plot.suffix.lower() != ".png" or plot.is_dir() or not plot.parent.is_dir():
+            raise UsageError(f"--plot {settings.plot!r}: the name of a .png file in a folder that exists is expected")
     runs: dict[str, Results] = {}
     others = load_runs(settings.compare or [])
     control = load_run(settings.control) if settings.control else None
@@ -44,8 +46,8 @@ def evaluate_model(settings: EvaluateSettings) -> None:
     found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
     if settings.control is not None and not found:
         raise UsageError(
-            f"--control {one_line(settings.control)}: none of the runs has its loss and keeps its documents' length "
-            "(gamma_d below 1), so there is nothing to give a verdict on"
+            f"--control {one_line(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
+            "length (gamma_d below 1), so there is nothing to give a verdict on"
         )
     if settings.model is None and settings.embeddings is None and len(runs) == 1 and not found:
         name, results = next(iter(runs.items()))
@@ -79,8 +81,8 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
         device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size, settings.workers
     )
     name = folder.name if folder else settings.model
-    where = Path(settings.output) if settings.output else _default_output(folder, name, data.path, data.split)
-    where.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is found before the work, not after
+    told_name = name if settings.pretrained is None else f"{name}-{Path(settings.pretrained).stem}"
+    where = _output_folder(settings, _default_output(folder, told_name, data.path, data.split))
     source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
     bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
     if bank_data is not None:
@@ -92,7 +94,12 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
         model,
         runner,
         model.facts,
-        {"model": settings.model, "versions": facts.versions()},
+        {
+            "model": settings.model,
+            "pretrained": settings.pretrained,
+            "weights": "random" if model.loaded_scale is None else "loaded",
+            "versions": facts.versions(),
+        },
         bank=bank,
         fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
         seed=settings.seed,
@@ -108,7 +115,11 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
         Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None
     }
     bank = None
-    if settings.bank is not None:
+    if settings.bank is None and saved.evidence:
+        evidence = {Direction(d): x for d, x in saved.evidence.items()}
+        bank = Bank(str(saved.bank.get("name", "not told")), evidence=evidence, sizes=saved.counts_of_bank("size"))
+        bank.overlap = saved.counts_of_bank("overlap")
+    elif settings.bank is not None:
         sides = sorted(bank_side(d.opposite) for d in scales)
         bank = (
             Bank(TRANSDUCTIVE)
@@ -116,8 +127,7 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
             else saved_bank(settings.bank, sides, settings.bank_size, saved, settings.seed)
         )
     name = Path(file).stem
-    where = Path(settings.output) if settings.output else _default_output(None, name, file, "")
-    where.mkdir(parents=True, exist_ok=True)
+    where = _output_folder(settings, Path("logs") / "evaluations" / _flat(str(Path(file).resolve())))
     print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {one_line(file)}", file=sys.stderr)
     results = evaluate_with_bar(
         data,
@@ -147,9 +157,24 @@ def _report(settings: EvaluateSettings, results: Results, name: str, where: Path
     return results
 
 
+def _output_folder(settings: EvaluateSettings, default: Path) -> Path:
+    """--output, made: a place that cannot be written is found before the work, not after. Errors: UsageError."""
+    where = Path(settings.output) if settings.output else default
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {one_line(where)}: cannot be made a folder: {error.strerror}") from None
+    return where
+
+
+def _flat(name: str) -> str:
+    """A name that is one folder's."""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")
+
+
 def _default_output(run: Path | None, model: str, data: str, split: str) -> Path:
     """Never the run's own results.json, which may be of other data."""
-    parent = run / "evaluations" if run else Path("logs") / "evaluations" / re.sub(r"[^\w.-]+", "-", model).strip("-.")
+    parent = run / "evaluations" if run else Path("logs") / "evaluations" / _flat(model)
     return parent / f"{Path(data).resolve().name}-{split}".strip("-")
 
 
@@ -179,4 +204,10 @@ def load_model(model: str, pretrained: str | None = None) -> Model:
         model, pretrained = architecture_of(path), model
     built = build_model(model, pretrained)
     built.towers.eval()
+    if built.loaded_scale is None:
+        print(
+            f"warning: {one_line(model)} has random weights, and what it answers is chance: give --pretrained, a "
+            "tag or a checkpoint file",
+            file=sys.stderr,
+        )
     return built

@@ -26,6 +26,7 @@ from mmclip.sides import lengths
 Array = NDArray[Any]
 FULL = "full"
 MAIN_POOL = "retrieval"
+LONGEST = 1e18  # the product of two such lengths is within float32's range, and no encoder comes near
 
 
 @dataclass
@@ -113,10 +114,17 @@ class EvalData:
         for side, x in named.items():
             if x.ndim != 2 or len(x) == 0 or x.shape[1] != dim:
                 raise UsageError(
-                    f"{side} embeddings of shape {list(x.shape)}: at least one row and the images' dimension, "
-                    f"[n, {dim}], is needed"
+                    f"{side} embeddings of shape {list(x.shape)}: at least one row is needed, and one dimension for "
+                    f"all (the images' is {dim})"
                 )
-            lengths(x, side)  # checks that every value is finite
+            if not dim:
+                raise UsageError(f"{side} embeddings of shape {list(x.shape)}: vectors of no dimension")
+            longest = float(lengths(x, side).max())  # checks that every value is finite
+            if longest > LONGEST:
+                raise UsageError(
+                    f"{side} embeddings: a length of {longest:.3g}; above {LONGEST:.0e} products overflow in float32: "
+                    "divide all embeddings by one constant"
+                )
         for name, values, n in (
             ("image_keys", self.image_keys, len(self.image)),
             ("captions", self.captions, len(self.text)),

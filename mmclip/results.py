@@ -69,14 +69,18 @@ def save_results(results: Results, folder: str | Path) -> Path:
     path."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    document, items = (
+        _json_text(results.json, indent=1),
+        _json_text(results.items),
+    )  # what cannot be written replaces none
 
     def write(partial: Path) -> None:
         with partial.open("wb") as file:  # given a name, numpy would add its own ending
             np.savez_compressed(file, **results.per_query)  # type: ignore[arg-type]
 
     write_atomically(folder / PER_QUERY_FILE, write)
-    write_text_atomically(folder / ITEMS_FILE, _json_text(results.items))
-    write_text_atomically(folder / RESULTS_FILE, _json_text(results.json, indent=1))
+    write_text_atomically(folder / ITEMS_FILE, items)
+    write_text_atomically(folder / RESULTS_FILE, document)
     return folder / RESULTS_FILE
 
 

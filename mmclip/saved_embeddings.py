@@ -114,6 +114,11 @@ class SavedEmbeddings:
                     f"evidence_{direction.value} without alpha of {direction.opposite.value}: it was computed with that"
                 )
 
+    def counts_of_bank(self, name: str) -> dict[str, int]:
+        """side -> "size" or "overlap" of the bank that the evidence was computed over, as far as the file tells."""
+        found = self.bank.get(name)
+        return {k: v for k, v in found.items() if isinstance(v, int)} if isinstance(found, dict) else {}
+
     def eval_data(self) -> EvalData:
         """What mmclip evaluates. Texts without captions are called by their ids."""
         return EvalData(

@@ -36,8 +36,8 @@ def lengths(x: Tensor, side: str) -> Tensor:
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
         raise UsageError(
-            f"{side} embeddings: row {row} holds NaN or infinity ({int(bad.sum())} of {len(x)} rows do); "
-            "every value must be finite"
+            f"{side} embeddings: row {row} holds NaN or infinity, or numbers too large to have a length "
+            f"({int(bad.sum())} of {len(x)} rows do); every value must be finite"
         )
     return length
 

@@ -235,7 +235,7 @@ def print_verdict(verdict: Json, console: Console | None = None) -> None:
     """The two sentences of comparison.verdict."""
     console = console or make_console()
     for kind in ("learned", "useful"):
-        answer = {True: "yes", False: "no", None: "open"}[verdict[kind]["verdict"]]
+        answer = {True: "yes", False: "not shown", None: "open"}[verdict[kind]["verdict"]]
         place = f"{verdict['direction']}, pool {verdict['pool']}"
         console.print(Text(f"{kind}? {answer} ({one_line(place)}): {one_line(verdict[kind]['sentence'], 600)}"))
 

@@ -13,7 +13,7 @@ settings.register_profile(
     "mmclip", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("mmclip")
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 ROOT = Path(__file__).resolve().parent.parent
 

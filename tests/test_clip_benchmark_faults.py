@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmclip import clip_benchmark as bridge
 from mmclip.clip_benchmark import STOCK_OUTPUT, accuracy, main
 from tests.benchmarking import OURS, STOCK, flags, metrics_of, ours, stock
 
@@ -33,6 +34,15 @@ def test_stock_stops_where_k_exceeds_the_candidates_and_ours_counts_them_all(
     with pytest.raises(RuntimeError, match="out of range"):
         retrieval.recall_at_k(torch.eye(3), torch.eye(3, dtype=torch.bool), 4)
     assert retrieval.recall_at_k.__module__ == retrieval.__name__, "nothing stays replaced"
+
+
+def test_recall_is_stocks_and_needs_no_memory_for_every_k() -> None:
+    gen = torch.Generator().manual_seed(0)
+    scores, positive = torch.randn(40, 30, generator=gen), torch.rand(40, 30, generator=gen) < 0.1
+    positive[:, 3] = True
+    for k in (1, 5, 29):
+        assert torch.equal(bridge.recall_at_k(scores, positive, k), retrieval.recall_at_k(scores, positive, k))
+    assert bridge.recall_at_k(scores, positive, 31).eq(1).all()
 
 
 def test_stock_loses_the_default_output_of_a_name_with_a_slash_and_ours_names_model_and_scoring(
@@ -69,6 +79,8 @@ def test_stock_scores_in_bfloat16_on_a_cpu_and_ours_does_not(
     stock(monkeypatch, *flags(plain, model, tmp_path / "x.json", "--task", "zeroshot_retrieval"))
     assert set(seen) == {torch.bfloat16}
     seen.clear()
+    own = bridge.recall_at_k
+    monkeypatch.setattr(bridge, "recall_at_k", lambda s, *a, **k: (seen.append(s.dtype), own(s, *a, **k))[1])
     main(flags(plain, model, tmp_path / "x.json", *OURS))
     assert set(seen) == {torch.float32}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.comparison import compare, verdict
+from mmclip.comparison import compare, verdict, verdicts
 from mmclip.errors import UsageError
 from mmclip.evaluation import evaluate
 from mmclip.pools import Distractors, EvalData
@@ -202,3 +202,17 @@ def test_one_images_queries_have_no_spread_and_decide_nothing():
     for kind in ("learned", "useful"):
         assert found[kind]["verdict"] is None
         assert found[kind]["reason"] == "all queries are one image's"
+
+
+def test_a_control_of_another_seed_and_a_baseline_that_is_none_are_refused():
+    run, control, baseline = run_of(eval_data()), run_of(eval_data(), COSINE), run_of(eval_data(), COSINE, "sym")
+    run.json["seed"], control.json["seed"] = 0, 1
+    with pytest.raises(UsageError, match="trained with seed 1, the run with 0"):
+        verdict(run, control, baseline)
+    run.json["trained_with"]["gamma_d"] = 0.0
+    assert verdicts(run, control, baseline) == []
+    control.json["seed"] = 0
+    assert verdicts(run, control, baseline)
+    for other in (run_of(eval_data(), COSINE), run_of(eval_data(), QNORM, "sym")):
+        with pytest.raises(UsageError, match="a baseline is a sym/cosine run"):
+            verdict(run, control, other)

@@ -71,6 +71,9 @@ def test_distractor_kinds_are_pools_of_their_own(root: Path, tmp_path: Path, tin
         ({"text_image_ids": np.array([f"x{t}" for t in range(M)])}, "x0"),
         ({"image": np.full((N, D), np.nan, np.float32)}, "row 0"),
         ({"image_ids": None}, "no array 'image_ids'"),
+        ({"image": np.zeros((N, 0), np.float32), "text": np.zeros((M, 0), np.float32)}, "no dimension"),
+        ({"image": np.full((N, D), 1e19, np.float32)}, "overflow in float32"),
+        ({"image": np.ones((N, D), np.int8)}, "astype('float32')"),
         (
             {"text": np.ones((0, D), np.float32), "text_ids": np.array([], str), "text_image_ids": np.array([], str)},
             "0",
@@ -106,6 +109,9 @@ def test_wrong_flags_are_found_before_anything_is_read(root: Path) -> None:
         (("--embeddings", "x.npz", "--distractors", "blank"), "with --distractors"),
         (("--model", "ViT-B-32", "--bank-size", 0), "--bank-size 0"),
         (("--model", "ViT-B-32", "--block-bytes", 5), "--block-bytes 5"),
+        (("--embeddings", "x.npz", "--data", "d.csv"), "with --data"),
+        (("--compare", "x", "--plot", "no/such/x.png"), "--plot 'no/such/x.png'"),
+        (("--compare", "x", "--plot", "x.foo"), "--plot 'x.foo'"),
         ((), "--embeddings"),
     ):
         done = run(root, "evaluate.py", *args)
@@ -122,3 +128,37 @@ def test_a_k_above_the_candidates_takes_all_of_them_and_says_so(root: Path, tmp_
     assert "i2t has 3 candidates: success@5" in done.stdout and "3 images ask; intervals over so few" in done.stdout
     numbers = json.loads((tmp_path / "o" / "results.json").read_text())["retrieval"]["i2t"]["native"]
     assert numbers["success@5"] == 1.0 and numbers["clamped_k"]["success@5"] == 3
+
+
+def test_random_weights_are_told_on_the_screen_and_in_the_results(
+    root: Path, tmp_path: Path, tiny_data: Path, tiny_model: Path
+) -> None:
+    done = run(root, "evaluate.py", "--model", tiny_model, "--data", tiny_data, "--output", tmp_path, "--no-report")
+    assert done.returncode == 0 and "random weights, and what it answers is chance" in done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["weights"] == "random"
+
+
+def test_evidence_in_a_file_corrects_as_its_bank_does(root: Path, tmp_path: Path, tiny_data: Path) -> None:
+    from tests.tiny import make_model, run_script
+
+    model = make_model(tmp_path)
+    trained = run_script(
+        "train_clip.py", "--train-data", tiny_data, "--model", model, "--logs", tmp_path, "--name", "x", "--loss",
+        "asym-i2t", "--norm", "qnorm", "--batch-size", 24, "--epochs", 1, "--workers", 0, "--device", "cpu",
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    found = {}
+    for bank in (tiny_data, "transductive"):
+        file = tmp_path / "x.safetensors"
+        made = run(root, "embed.py", "--model", tmp_path / "x", "--data", tiny_data, "--bank", bank, "--output", file)
+        assert made.returncode == 0, made.stderr
+        for name, flags in (
+            ("file", ("--embeddings", file)),
+            ("live", ("--model", tmp_path / "x", "--data", tiny_data, "--bank", bank)),
+        ):
+            done = run(root, "evaluate.py", *flags, "--output", tmp_path / name, "--no-report")
+            assert done.returncode == 0, done.stderr
+            results = json.loads((tmp_path / name / "results.json").read_text())
+            found[name] = results["retrieval"]["t2i"]["corrected"]
+        assert found["file"] == found["live"]
+        assert found["file"]["transductive"] == (bank == "transductive")

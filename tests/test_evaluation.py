@@ -249,3 +249,14 @@ def test_gains_are_ranked_by_and_told_apart():
     low, high = (r.json["retrieval"]["i2t"]["dot"]["ndcg@10"] for r in runs)
     assert high == 1.0 and low < 0.8
     assert runs[0].json["data"]["fingerprint"] != runs[1].json["data"]["fingerprint"]
+
+
+def test_results_that_cannot_be_written_replace_none_of_the_old_files(tmp_path):
+    results = run_of(eval_data(), b=20)
+    save_results(results, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    results.json["broken"] = float("nan")
+    results.per_query["more"] = np.ones(3)
+    with pytest.raises(ValueError, match="JSON"):
+        save_results(results, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
