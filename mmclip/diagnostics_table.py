@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mmclip.errors import one_line
 from mmclip.formats import NONE
-from mmclip.measures import MEASURES, value_at
+from mmclip.measures import MEASURES, alpha_note, value_at
 from mmclip.pools import MAIN_POOL
 from mmclip.results import Results
 from mmclip.similarity import CLIP_DIRECTIONS
@@ -18,7 +18,7 @@ from mmclip.table_parts import column, make_console, new_table, row, titled
 
 
 def diagnostics_table(results: Results, name: str | None = None, pool: str = MAIN_POOL) -> tuple[Group, list[str]]:
-    """(measures of a pool in both directions, reasons of what does not exist)."""
+    """(measures of a pool in both directions, reasons of what does not exist, and what hangs on a guess)."""
     sections = results.pools[pool].get("diagnostics") or {}
     table = new_table("measure")
     for direction in CLIP_DIRECTIONS:
@@ -35,6 +35,8 @@ def diagnostics_table(results: Results, name: str | None = None, pool: str = MAI
         if any(cell != NONE for cell in cells):
             row(table, [label, *cells, Text(about, style="dim")])
     said = [text if len(where) > 1 else f"{text} ({where[0]})" for text, where in missing.items()]
+    note = alpha_note({d.value: sections.get(d.value) for d in CLIP_DIRECTIONS})
+    said += [note] if note is not None else []
     return titled(
         f"diagnostics of {name if name is not None else results.json.get('model')}", results, pool, table
     ), said
@@ -55,7 +57,7 @@ def shown(value: Any) -> str:
 
 
 def print_diagnostics(results: Results, name: str | None = None, console: Console | None = None) -> None:
-    """Every pool's table, and the reasons for what is missing under it."""
+    """Every pool's table, and the reasons for what is missing and the notes under it."""
     console = console or make_console()
     for pool in results.pools:
         table, said = diagnostics_table(results, name, pool)

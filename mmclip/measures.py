@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from mmclip.similarity import SCALE_INIT
 
 # (path in a direction's diagnostics, what it is called, what it says)
 MEASURES = (
@@ -46,3 +49,14 @@ def value_at(section: Any, path: list[str]) -> tuple[Any, str | None]:
         if section is None:
             return None, None if reason is None else str(reason)
     return section, None
+
+
+def alpha_note(sections: Mapping[str, Any]) -> str | None:
+    """What to say of directions (name -> diagnostics) whose α was not told; None where every one was."""
+    of = [name for name, section in sections.items() if value_at(section, ["scale", "alpha_source"])[0] == "calibrated"]
+    if not of:
+        return None
+    return (
+        f"α of {', '.join(of)} is not known (it was not trained, or the file does not say): its effective scale is set "
+        f"to {SCALE_INIT:.3g}, and its entropy and Fisher numbers hang on that"
+    )

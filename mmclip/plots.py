@@ -20,8 +20,9 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">")
 
 
 class Theme(NamedTuple):
-    """Colours of a picture. ``runs``: Okabe and Ito's, told apart by colour-blind readers; markers tell runs apart
-    where they repeat. relevant and irrelevant differ in lightness as well."""
+    """Colours of a picture and, ``runs``, of the page around it. The first seven runs have Okabe and Ito's, told apart
+    by colour-blind readers; no twelve are, so markers tell runs apart as well. relevant and irrelevant differ in
+    lightness, too."""
 
     name: str
     paper: str
@@ -39,7 +40,10 @@ LIGHT = Theme(
     "#8b929a",
     "#0072B2",
     "#9aa1a9",
-    ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"),
+    (
+        *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"),
+        *("#7A1F00", "#5A1EA5", "#7D8400", "#C4004E", "#5D656E"),
+    ),
 )
 DARK = Theme(
     "dark",
@@ -48,8 +52,12 @@ DARK = Theme(
     "#79818b",
     "#56B4E9",
     "#767e88",
-    ("#56B4E9", "#E8813A", "#2BBE94", "#DE9AC0", "#F0E442", "#E69F00", "#ffffff"),
+    (
+        *("#56B4E9", "#E8703A", "#2BBE94", "#DE9AC0", "#F0E442", "#E69F00", "#ffffff"),
+        *("#8F5CFF", "#D2203F", "#7D9422", "#8B929A", "#E33FC0"),
+    ),
 )
+RUN_COLOURS = len(LIGHT.runs)  # runs before a colour comes again; with 9 markers a pair of both comes again after 36
 
 
 def new_figure(theme: Theme, width: float, height: float, dpi: int = 130) -> tuple[Figure, Axes]:
@@ -111,7 +119,7 @@ def plot_tradeoff(
     handles = []
     corrected = False
     for i, (name, results) in enumerate(results_by_name.items()):
-        colour, marker = theme.runs[i % len(theme.runs)], MARKERS[i % len(MARKERS)]
+        colour, marker = theme.runs[i % RUN_COLOURS], MARKERS[i % len(MARKERS)]
         points = {s: _point(results, s, pool) for s in ("cosine", NATIVE, CORRECTED)}
         for scoring, numbers in points.items():
             if numbers is None:

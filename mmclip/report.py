@@ -17,10 +17,12 @@ from mmclip.comparison import verdicts
 from mmclip.config_report import ReportSettings
 from mmclip.errors import UsageError, one_line
 from mmclip.files import write_text_atomically
+from mmclip.plots import DARK, LIGHT, RUN_COLOURS
 from mmclip.pools import MAIN_POOL
 from mmclip.report_diagnostics import diagnostics
 from mmclip.report_examples import contact_sheets
 from mmclip.report_figures import curve_pictures, length_pictures, tradeoff_pictures
+from mmclip.report_seeds import seeds
 from mmclip.report_source import ReportRun, data_words, is_number, read_runs
 from mmclip.results import CORRECTED, Results
 from mmclip.runs import load_run, run_names, told_of
@@ -80,16 +82,19 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         "title": " · ".join(one_line(run.name, 60) for run in runs[:4]) + (" …" if len(runs) > 4 else ""),
         "runs": [_head(run) for run in runs],
         "several": len(runs) > 1,
+        "run_colours": RUN_COLOURS,
+        "colours": {theme.name: theme.runs for theme in (LIGHT, DARK)},
         "corrected": any(CORRECTED in run.results.json["retrieval"][d.value] for run in runs for d in CLIP_DIRECTIONS),
         "data": data_words(runs[0]),
         "verdicts": told,
         "glance": tables.glance(runs),
         "pools": [_pool(runs, pool, differences) for pool in pools],
+        "seeds": [(pool, table) for pool in pools if (table := seeds(runs, pool)) is not None],
         "lengths": [(pool, tables.lengths(runs, pool)) for pool in pools],
         "pictures": [(run.number, run.name, length_pictures(run, folder)) for run in detailed],
         "detailed": DETAILED if len(runs) > DETAILED else None,
         "curves": curve_pictures(runs, folder),
-        "no_curves": [run.name for run in runs if not run.lines],
+        "no_curves": _without_curves(runs),
         "tradeoff": tradeoff_pictures(runs, pools, folder) if len(runs) > 1 else [],
         "examples": [(run.number, run.name, *contact_sheets(run)) for run in detailed],
         "diagnostics": [(pool, tables_) for pool in pools if (tables_ := diagnostics(runs, pool)) is not None],
@@ -124,9 +129,25 @@ def _pool(runs: Sequence[ReportRun], pool: str, differences: Json) -> Json:
         "about": POOLS.get(pool, "more candidates, which match nothing"),
         "counts": f"{place['n_images']:,} images and {place['n_texts']:,} texts; "
         f"{asked['i2t']:,} images and {asked['t2i']:,} texts ask",
+        "notes": tables.few_images(runs, pool),
         "numbers": {d.value: tables.numbers(runs, pool, d.value) for d in CLIP_DIRECTIONS},
         "changes": differences.get(pool, {}),
     }
+
+
+def _without_curves(runs: Sequence[ReportRun]) -> list[str]:
+    """A sentence for the runs that were trained and have no log of it here, and one for those that mmclip never
+    trained."""
+    reasons = {
+        True: "trained, but its log is not in this folder: it is gone, or the run was evaluated into another folder",
+        False: "only evaluated: not trained by mmclip",
+    }
+    found = []
+    for trained, reason in reasons.items():
+        names = [one_line(r.name, 120) for r in runs if not r.lines and bool(r.trained.get("loss")) is trained]
+        if names:
+            found.append(f"No metrics.jsonl, so no curves: {', '.join(names)} ({reason}).")
+    return found
 
 
 def _verdicts(runs: Sequence[ReportRun], control: Results | None, baseline: Results | None) -> list[Json]:
@@ -138,13 +159,15 @@ def _verdicts(runs: Sequence[ReportRun], control: Results | None, baseline: Resu
         raise UsageError(
             "the control is of none of the runs: none has its loss and keeps its documents' length (gamma_d below 1)"
         )
-    words = {True: "yes", False: "no", None: "open"}
+    # a verdict of False is no proof of the opposite
+    words = {True: ("yes", "Yes"), False: ("no", "Not shown"), None: ("open", "Open")}
     return [
         {
             "run": one_line(name, 60),
             "main": verdict["pool"] == MAIN_POOL,
             "question": "Was length learned?" if kind == "learned" else "Is length useful?",
-            "answer": words[verdict[kind]["verdict"]],
+            "kind": words[verdict[kind]["verdict"]][0],
+            "answer": words[verdict[kind]["verdict"]][1],
             "place": f"{verdict['direction']}, pool {one_line(verdict['pool'], 40)}",
             "sentence": _sentence(verdict[kind]["sentence"]),
         }

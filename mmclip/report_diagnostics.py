@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmclip.errors import one_line
-from mmclip.measures import MEASURES, value_at
+from mmclip.measures import MEASURES, alpha_note, value_at
 from mmclip.report_source import ReportRun, is_number
 from mmclip.report_tables import NO, Cell, Row, Table, value_cell
 from mmclip.similarity import CLIP_DIRECTIONS
@@ -44,6 +44,8 @@ def diagnostics(runs: Sequence[ReportRun], pool: str) -> tuple[Table, Table] | N
         + f": {one_line(reason, 200)}."
         for reason, (labels, who) in reasons.items()
     ]
+    alpha = alpha_note(dict(zip(heads, sections.values(), strict=True)))
+    notes += [f"{alpha}."] if alpha is not None else []
     flat = {key: _flat(section) for key, section in sections.items()}
     names = list(dict.fromkeys(name for values in flat.values() for name in values))
     every = [Row(name, [flat[key].get(name, Cell(NO, kind="none")) for key in sections]) for name in names]

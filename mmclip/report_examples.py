@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mmclip.array_files import SUFFIXES
 from mmclip.data import open_data
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import BadSample, ImageTextData
@@ -32,7 +34,8 @@ CSV_SETTINGS = ("dataset_type", "csv_img_key", "csv_caption_key", "csv_separator
 
 
 class Answer(NamedTuple):
-    """What a query found, or the query itself: a caption, or a picture's data URI ("" where it cannot be read).
+    """What a query found, or the query itself: a caption, or a picture's data URI ("" where it cannot be read, None
+    where the run's pictures are not here at all). text: the caption, or the picture's key.
 
     numbers: in words; rank: 1 and up, 0 of the query itself; missed: shown because it is right, not because it is
     near.
@@ -40,7 +43,7 @@ class Answer(NamedTuple):
 
     is_picture: bool
     text: str
-    uri: str
+    uri: str | None
     relevant: bool
     numbers: str
     rank: int
@@ -65,21 +68,34 @@ class Sheet:
 
 
 def contact_sheets(run: ReportRun) -> tuple[str, list[Sheet], str | None]:
-    """(the scoring that ranks, sheets of both directions, None), or (…, [], a sentence on what is missing)."""
+    """(the scoring that ranks, sheets of both directions, None or a sentence on what is missing).
+
+    Without pictures the sheets hold their keys; without the arrays there are none.
+    """
     arrays = run.results.per_query
     wanted = [f"{MAIN_POOL}/{d.value}/cosine/{what}" for d in CLIP_DIRECTIONS for what in ("top_ids", "top_scores")]
     wanted += [f"{MAIN_POOL}/lengths/{d.document_side}" for d in CLIP_DIRECTIONS]
     scoring = NATIVE if all(f"{MAIN_POOL}/{d.value}/{NATIVE}/top_ids" in arrays for d in CLIP_DIRECTIONS) else "cosine"
     if run.items is None or any(name not in arrays for name in wanted):
         return scoring, [], "It was evaluated without keeping its best answers (items.json): evaluate it again."
+    pictures, missing = _pictures(run, run.items)
     try:
-        pictures = _Pictures.of(run, run.items)
         sheets = [s for d in CLIP_DIRECTIONS for s in _sheets(run, run.items, d, scoring, pictures)]
-    except (UsageError, OSError) as error:
-        return scoring, [], f"Its evaluation data cannot be opened here: {one_line(error)}."
     except (IndexError, KeyError, ValueError):
         return scoring, [], "Its items.json and per_query.npz are not of one evaluation: evaluate it again."
-    return scoring, sheets, None
+    return scoring, sheets, missing
+
+
+def _pictures(run: ReportRun, items: Items) -> tuple[_Pictures | None, str | None]:
+    """(the run's pictures, None), or (None, a sentence on why there are none)."""
+    keys = "the keys of the pictures stand in their places."
+    if Path(str(run.results.json["data"].get("path"))).suffix.lower() in SUFFIXES:
+        return None, f"A file of embeddings holds no pictures: {keys}"
+    try:
+        return _Pictures.of(run, items), None
+    except (UsageError, OSError) as error:
+        # one_line ends a long message with its own mark; the sentence needs one full stop
+        return None, f"Its evaluation data cannot be opened here, so {keys} Why: {one_line(error).rstrip('.')}."
 
 
 @dataclass
@@ -118,7 +134,7 @@ class _Pictures:
 def _thumbnail(data: ImageTextData, row: int) -> str:
     try:
         picture = data.read_image(row)
-    except BadSample:
+    except (BadSample, OSError):  # a file may go away while the page is written
         return ""
     picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     content = io.BytesIO()
@@ -126,7 +142,9 @@ def _thumbnail(data: ImageTextData, row: int) -> str:
     return data_uri(content.getvalue(), "jpeg")
 
 
-def _sheets(run: ReportRun, items: Items, direction: Direction, scoring: str, pictures: _Pictures) -> list[Sheet]:
+def _sheets(
+    run: ReportRun, items: Items, direction: Direction, scoring: str, pictures: _Pictures | None
+) -> list[Sheet]:
     """The best and the worst of a direction."""
     array = run.results.array
     where = f"{MAIN_POOL}/{direction.value}"
@@ -206,7 +224,7 @@ def _own(items: Items, direction: Direction, row: int) -> int | None:
 
 def _described(
     run: ReportRun,
-    pictures: _Pictures,
+    pictures: _Pictures | None,
     items: Items,
     direction: Direction,
     row: int,
@@ -219,7 +237,10 @@ def _described(
     return _answer(pictures, items, direction.document_side, row, relevant, words, rank)
 
 
-def _answer(pictures: _Pictures, items: Items, side: str, row: int, relevant: bool, numbers: str, rank: int) -> Answer:
+def _answer(
+    pictures: _Pictures | None, items: Items, side: str, row: int, relevant: bool, numbers: str, rank: int
+) -> Answer:
     if side == "image":
-        return Answer(True, one_line(items.image_keys[row], 80), pictures.uri(row), relevant, numbers, rank)
+        uri = None if pictures is None else pictures.uri(row)
+        return Answer(True, one_line(items.image_keys[row], 80), uri, relevant, numbers, rank)
     return Answer(False, one_line(items.captions[row], 220), "", relevant, numbers, rank)

@@ -18,6 +18,7 @@ from mmclip.report_plots import (
     Picture,
     Series,
     curves_figure,
+    height,
     lengths_figure,
     picture_of,
     scatter_figure,
@@ -142,9 +143,8 @@ def tradeoff_pictures(runs: Sequence[ReportRun], pools: Sequence[str], folder: P
     results = {run.name: run.results for run in runs}
     pictures = []
     for i, pool in enumerate(pools):
-        files = [
-            plot_tradeoff(results, folder / f"tradeoff-{i}-{t.name}.png", pool, t, (5.0, 4.9)) for t in (LIGHT, DARK)
-        ]
+        size = (5.0, height(len(runs), 4.9))
+        files = [plot_tradeoff(results, folder / f"tradeoff-{i}-{t.name}.png", pool, t, size) for t in (LIGHT, DARK)]
         alt = f"Trade-off of {len(runs)} runs: success@1 of text to image across, of image to text up, pool {pool}."
         pictures.append(picture_of(files, alt, f"pool {pool}: up and to the right is better."))
     return pictures

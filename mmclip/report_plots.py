@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmclip.files import write_atomically
-from mmclip.plots import DARK, LIGHT, MARKERS, Theme, legend_label, new_figure, write_png
+from mmclip.plots import DARK, LIGHT, MARKERS, RUN_COLOURS, Theme, legend_label, new_figure, write_png
 
 Array = NDArray[Any]
 WIDTH, HEIGHT, DPI = 3.4, 2.6, 190  # inches, pixels an inch: sharp where a pixel of the page is two of the screen
+LEGEND_ROW, FREE_ROWS = 0.18, 2  # inches that a row of the legend adds to a figure, after the first ones
 BINS = 36
+FEW_POINTS = 8  # of a curve: all are marked
+MARKS = 6  # of a longer curve
+GOLDEN = 0.618  # its multiples, less their whole parts, spread evenly however many there are
 MAX_POINTS = 1500  # of a kind in a scatter; more hide each other
 COLOURS = 96  # of a picture's palette: a third of the bytes, and nothing that an eye could tell
 
@@ -118,19 +122,24 @@ def scatter_figure(theme: Theme, lengths: Array, cosines: Array, relevant: Array
 
 
 def curves_figure(theme: Theme, series: Sequence[Series], ylabel: str, log: bool = False) -> Any:
-    """Curves over training steps; points are marked where there are few of them. "" is no entry of the legend."""
+    """Curves over training steps; "" is no entry of the legend. Every point is marked where there are few of them, and
+    a few points of a long curve where runs must be told apart."""
     from matplotlib.ticker import LogLocator
 
-    figure, axes = _axes(theme, "step", ylabel)
+    figure, axes = _axes(theme, "step", ylabel, height(sum(bool(one.label) for one in series)))
+    several = len({one.run for one in series}) > 1
     for one in series:
-        few = len(one.steps) <= 8
+        few = len(one.steps) <= FEW_POINTS
+        apart = max(len(one.steps) // MARKS, 1)
         axes.plot(
             one.steps,
             one.values,
-            color=theme.runs[one.run % len(theme.runs)],
+            color=theme.runs[one.run % RUN_COLOURS],
             linestyle="--" if one.dashed else "-",
             linewidth=1.5,
-            marker=MARKERS[one.run % len(MARKERS)] if few else None,
+            marker=MARKERS[one.run % len(MARKERS)] if few or several else None,
+            # each run begins elsewhere, so that marks of curves that lie together do not hide each other
+            markevery=1 if few else (int(one.run * GOLDEN % 1 * apart), apart),
             markersize=4,
             label=legend_label(one.label) if one.label else None,
         )
@@ -142,8 +151,17 @@ def curves_figure(theme: Theme, series: Sequence[Series], ylabel: str, log: bool
     return _with_legend(figure, axes, theme)
 
 
-def _axes(theme: Theme, xlabel: str, ylabel: str) -> tuple[Any, Any]:
-    figure, axes = new_figure(theme, WIDTH, HEIGHT, DPI)
+def height(entries: int, least: float = HEIGHT) -> float:
+    """Inches of a figure with a legend of so many entries in two columns: many runs leave the curves their room.
+
+    >>> height(4) == HEIGHT, round(height(12) - HEIGHT, 2)
+    (True, 0.72)
+    """
+    return least + LEGEND_ROW * max(-(-entries // 2) - FREE_ROWS, 0)
+
+
+def _axes(theme: Theme, xlabel: str, ylabel: str, inches: float = HEIGHT) -> tuple[Any, Any]:
+    figure, axes = new_figure(theme, WIDTH, inches, DPI)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     return figure, axes

@@ -6,9 +6,12 @@ A cell's text is data or a number and is escaped by the template. Every rate has
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mmclip import metrics
 from mmclip.comparison import compare, scoring_gain
@@ -18,6 +21,7 @@ from mmclip.pools import MAIN_POOL
 from mmclip.report_source import ReportRun, is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED
 from mmclip.similarity import CLIP_DIRECTIONS
+from mmclip.tables import FEW_CLUSTERS
 
 Json = dict[str, Any]
 NO = "–"  # a number that does not exist
@@ -66,8 +70,11 @@ class Table:
 
 
 def glance(runs: Sequence[ReportRun], pool: str = MAIN_POOL) -> Table:
-    """success@1 of every run by its main scorings, the two directions side by side, intervals drawn."""
-    rows = []
+    """success@1 of every run by its main scorings, the two directions side by side, intervals drawn.
+
+    Every bar has one scale, from 0 to the tenth above the largest end of an interval; a note says which.
+    """
+    rows: list[Row] = []
     for run in runs:
         retrieval = run.results.pools[pool]["retrieval"]
         for scoring in [s for s in ORDER[:3] if any(s in retrieval[d.value] for d in CLIP_DIRECTIONS)]:
@@ -75,7 +82,45 @@ def glance(runs: Sequence[ReportRun], pool: str = MAIN_POOL) -> Table:
             for direction in CLIP_DIRECTIONS:
                 cells.append(_rate_cell(retrieval[direction.value].get(scoring), "success@1", bar=True))
             rows.append(Row(run.name, cells, run.number, scoring == NATIVE, scoring))
-    return Table(f"success@1 in both directions, pool {pool}", ["run, scoring", *map(_long, CLIP_DIRECTIONS)], rows)
+    end = _upper_end([cell.bar[2] for row in rows for cell in row.cells if cell.bar])
+    rows = [row._replace(cells=[_scaled(cell, end) for cell in row.cells]) for row in rows]
+    columns = ["run, scoring", *map(_long, CLIP_DIRECTIONS)]
+    scale = f"Each line runs from 0 to {_minus(rate(end)).rstrip('0').rstrip('.')}, the same for all"
+    notes = [
+        f"{scale}; the tick is the value, the band its interval. All images and captions (pool {pool}).",
+        *few_images(runs, pool),
+    ]
+    return Table(f"success@1 in both directions, pool {pool}", columns, rows, notes)
+
+
+def _upper_end(ends: Sequence[float]) -> float:
+    """The tenth at or above the largest end, .1 to 1: rates of .08 and .2 would look alike on a line up to 1.
+
+    >>> _upper_end([0.08, 0.21]), _upper_end([0.3]), _upper_end([1.0]), _upper_end([])
+    (0.3, 0.3, 1.0, 1.0)
+    """
+    return max(math.ceil(max(ends, default=1.0) * 10 - 1e-9), 1) / 10  # 0.3 * 10 may be above 3
+
+
+def _scaled(cell: Cell, end: float) -> Cell:
+    if cell.bar is None:
+        return cell
+    low, value, high = (x / end for x in cell.bar)
+    return cell._replace(bar=(low, value, high))
+
+
+def few_images(runs: Sequence[ReportRun], pool: str) -> list[str]:
+    """A sentence for each direction in which fewer than ``FEW_CLUSTERS`` images ask: intervals are too narrow then.
+    The runs are over the same data, so the first speaks for all."""
+    found = []
+    for direction in CLIP_DIRECTIONS:
+        clusters = runs[0].results.per_query.get(f"{pool}/{direction.value}/clusters")
+        if clusters is not None and (n := len(np.unique(clusters))) < FEW_CLUSTERS:
+            found.append(
+                f"{direction.value}: queries of {n} image{'s' * (n != 1)} ask; 95% intervals over fewer than "
+                f"{FEW_CLUSTERS} are too narrow."
+            )
+    return found
 
 
 def numbers(runs: Sequence[ReportRun], pool: str, direction: str) -> Table:
@@ -120,7 +165,7 @@ def changes(runs: Sequence[ReportRun]) -> dict[str, dict[str, Table]]:
                 section = found[run.number][pool][direction.value]
                 rows.append(Row(f"{run.name} less {first.name}", [], run.number))
                 for names in _alike(section):
-                    cells = [_change_cell(section[names[0]][metric]) for metric in RATES]
+                    cells = [change_cell(section[names[0]][metric]) for metric in RATES]
                     rows.append(Row(" = ".join(names), cells, strong=NATIVE in names))
             label = f"differences to {first.name}, {direction.value}, pool {pool}"
             tables[pool][direction.value] = Table(label, ["scoring", *RATES.values()], rows)
@@ -226,7 +271,8 @@ def _rate_cell(found: Any, metric: str, bar: bool = False) -> Cell:
     return Cell(rate(value), span(ci), bar=tuple(drawn) if drawn else None)  # type: ignore[arg-type]
 
 
-def _change_cell(change: Json) -> Cell:
+def change_cell(change: Json) -> Cell:
+    """{"delta", "ci", "within_noise"} of a paired difference."""
     value = change["delta"]
     if not is_number(value):
         return Cell(NO, kind="none")

@@ -1,8 +1,10 @@
-"""Finished runs for the report's tests: planted embeddings and real pictures."""
+"""Finished runs for the report's tests: planted embeddings and real pictures; and a page, taken apart."""
 
 from __future__ import annotations
 
+import html.parser
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from mmclip.results import Results, save_results
 from mmclip.similarity import Direction, Exponents
 
 N, CAPTIONS, DIM = 40, 3, 16
+VOID = {"meta", "link", "img", "source", "line", "br"}  # tags that nothing closes
 QNORM, COSINE = Exponents(1.0, 0.0), Exponents(1.0, 1.0)
 
 
@@ -76,3 +79,38 @@ def make_pictures(folder: Path) -> Path:
     path = folder / "pairs.csv"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page with their attributes, its text by tag, and whether every tag is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def words(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import re
 import shutil
@@ -16,46 +15,10 @@ from mmclip.errors import UsageError
 from mmclip.evaluation import evaluate
 from mmclip.report import write_report
 from mmclip.results import load_results, save_results
-from tests.reporting import COSINE, QNORM, make_pictures, make_run, planted
+from tests.reporting import COSINE, QNORM, Page, make_pictures, make_run, planted
 from tests.tiny import run_script
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7*7 }}"
-VOID = {"meta", "link", "img", "source", "line", "br"}
-
-
-class Page(html.parser.HTMLParser):
-    """The tags of a page with their attributes, its text by tag, and whether every tag is closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.source = path.read_text(encoding="utf-8")
-        self.feed(self.source)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.text.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-    @property
-    def words(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.text))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +84,8 @@ def test_a_comparison_has_differences_verdicts_and_the_trade_off(runs, tmp_path)
     named = {n: runs / n for n in ("baseline", "qnorm", "control")}
     page = Page(write_report(named, tmp_path / "c.html", control=runs / "control", baseline=runs / "baseline"))
     assert "Was length learned?" in page.words
-    assert "Is length useful?" in page.words
+    assert "Is length useful? Not shown." in page.words
+    assert "useful? No." not in page.words
     assert "qnorm less baseline" in page.words
     assert "within noise" in page.words
     assert [a["id"] for a in page.all("section")][2] == "tradeoff"
@@ -191,10 +155,10 @@ def test_what_is_not_there_is_said(runs, tmp_path):
     (bare / "items.json").write_text("[]", encoding="utf-8")
     page = Page(write_report({"bare": bare}, tmp_path / "r.html"))
     for sentence in (
-        "No metrics.jsonl, so no curves: bare",
+        "No metrics.jsonl, so no curves: bare (trained, but its log is not in this folder",
         "No config.yaml that can be read: bare",
         "evaluate it again to see its lengths by relevance",
-        "No pictures: It was evaluated without keeping its best answers",
+        "It was evaluated without keeping its best answers",
     ):
         assert sentence in page.words
     assert page.all("img") == []
@@ -205,7 +169,10 @@ def test_data_that_are_gone_or_others_are_said(runs, tmp_path):
     results = load_results(moved)
     results.json["data"]["path"] = str(tmp_path / "nowhere.csv")
     save_results(results, moved)
-    assert "evaluation data cannot be opened here" in Page(write_report({"m": moved}, tmp_path / "r.html")).words
+    page = Page(write_report({"m": moved}, tmp_path / "r.html"))
+    assert "evaluation data cannot be opened here, so the keys of the pictures stand in their places" in page.words
+    assert len([a for a in page.all("span") if a.get("class") == "nothing"]) > 20
+    assert "cannot be read" not in page.words
     results.json["data"]["path"] = "builtin:scenes"
     save_results(results, moved)
     words = Page(write_report({"m": moved}, tmp_path / "r.html")).words
@@ -296,5 +263,7 @@ def test_vectors_without_a_model_or_pictures_have_a_report(tmp_path):
     page = Page(write_report({"vectors": tmp_path / "run"}, tmp_path / "r.html"))
     assert "None" not in page.words.split()
     assert "loss not trained here" in page.words
-    assert "No pictures: Its evaluation data cannot be opened here: vectors.npz" in page.words
-    assert "No metrics.jsonl, so no curves: vectors" in page.words
+    assert "A file of embeddings holds no pictures: the keys of the pictures stand in their places." in page.words
+    assert "cannot be" not in page.words
+    assert re.search(r"caption \d+ of picture \d+ .*k\d{3}\.png", page.words)
+    assert "No metrics.jsonl, so no curves: vectors (only evaluated: not trained by mmclip)." in page.words

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mmclip.report import write_report
+from mmclip.results import save_results
 from tests.reporting import COSINE, QNORM, make_pictures, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -33,6 +34,8 @@ addEventListener("load", () => {
       pictures: [...page.images].map((i) => [i.naturalWidth, i.getBoundingClientRect().width]),
       shown: [...page.images].map((i) => i.currentSrc.slice(-40)),
       paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+      dense: [...page.querySelectorAll(".scroll:has(.dense)")].map((e) => [e.scrollWidth, e.clientWidth,
+        frame.contentWindow.getComputedStyle(e).backgroundAttachment]),
       requests: frame.contentWindow.performance.getEntriesByType("resource")
         .map((r) => r.name).filter((n) => !n.startsWith("data:")),
     };
@@ -105,6 +108,23 @@ def test_the_page_is_whole_at_both_widths(page, tmp_path, dark):
         assert all(natural > 0 and shown > 20 for natural, shown in frame["pictures"])
         assert frame["requests"] == []
         assert frame["paper"] == ("rgb(23, 26, 31)" if dark else "rgb(255, 255, 255)")
+
+
+def test_wide_intervals_fit_beside_each_other_and_a_shade_hints_at_what_does_not(tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    for name in ("a", "b"):
+        results = make_run(tmp_path / name, pictures, bank=True)
+        for numbers in (n for d in ("i2t", "t2i") for n in results.json["retrieval"][d].values()):
+            for metric in numbers["ci"]:
+                numbers[metric], numbers["ci"][metric] = 1.0, [1.0, 1.0]
+        save_results(results, tmp_path / name)
+    path = write_report({n: tmp_path / n for n in ("a", "b")}, tmp_path / "report.html")
+    assert "1.000–1.000" in path.read_text(encoding="utf-8")
+    (wide, narrow), _ = look(path, tmp_path)
+    assert len(wide["dense"]) == 8  # two pools, two directions, numbers and differences
+    assert all(whole <= shown for whole, shown, _ in wide["dense"])
+    assert all(whole > shown for whole, shown, _ in narrow["dense"][:2])
+    assert {shade for *_, shade in narrow["dense"]} == {"local, local, scroll, scroll"}
 
 
 def test_dark_pages_have_dark_pictures(page, tmp_path):

@@ -90,3 +90,29 @@ def test_what_is_missing_is_a_sentence(run):
     assert "not of one evaluation" in contact_sheets(torn)[2]
     others = dataclasses.replace(run, items=dataclasses.replace(run.items, image_keys=["x"] * 40))
     assert "none of the pictures" in contact_sheets(others)[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("logs/heads.safetensors", "A file of embeddings holds no pictures: the keys"),
+        ("nowhere.NPZ", "A file of embeddings holds no pictures: the keys"),
+        ("nowhere.csv", "cannot be opened here, so the keys of the pictures stand in their places. Why: nowhere.csv"),
+        ("builtin:scenes", "builtin:scenes is not a folder"),
+    ],
+)
+def test_without_pictures_the_sheets_are_the_same_with_keys(run, path, sentence):
+    json = run.results.json | {"data": run.results.json["data"] | {"path": path}}
+    bare = dataclasses.replace(run, results=dataclasses.replace(run.results, json=json))
+    scoring, sheets, missing = contact_sheets(bare)
+    assert sentence in missing
+    assert missing.endswith(".")
+    assert not missing.endswith("..")
+    pictured = contact_sheets(run)
+    assert scoring == pictured[0]
+    assert all(s.examples for s in sheets)
+    for one, other in zip(sheets, pictured[1], strict=True):
+        for a, b in zip(one.examples, other.examples, strict=True):
+            assert a.words == b.words
+            for x, y in zip((a.query, *a.answers), (b.query, *b.answers), strict=True):
+                assert x == y._replace(uri=None if y.is_picture else "")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
+import numpy as np
 import pytest
 
 from mmclip.comparison import compare
 from mmclip.report_source import read_runs
-from mmclip.report_tables import NO, RATES, changes, glance, lengths, numbers, settings, value_cell
+from mmclip.report_tables import NO, RATES, changes, few_images, glance, lengths, numbers, settings, value_cell
 from tests.reporting import COSINE, make_pictures, make_run
 
 
@@ -62,6 +65,33 @@ def test_the_glance_draws_intervals_within_its_cell(runs):
     for row in table.rows:
         for cell in row.cells:
             assert cell.bar is None or 0 <= cell.bar[0] <= cell.bar[1] <= cell.bar[2] <= 1
+
+
+def test_the_glance_has_one_scale_a_tenth_above_the_largest_end(runs):
+    low = copy.deepcopy(runs)
+    for i, run in enumerate(low):
+        for direction in ("i2t", "t2i"):
+            for found in run.results.json["retrieval"][direction].values():
+                found["success@1"] = 0.1 + i / 20
+                found["ci"]["success@1"] = [0.05, 0.15 + i / 10]
+    table = glance(low)
+    bars = {row.head: row.cells[1].bar for row in table.rows}
+    assert bars["a"] == pytest.approx((0.05 / 0.3, 0.1 / 0.3, 0.15 / 0.3))
+    assert bars["b"] == pytest.approx((0.05 / 0.3, 0.15 / 0.3, 0.25 / 0.3))
+    assert table.notes[0].startswith("Each line runs from 0 to .3, the same for all;")
+    assert glance(runs).notes[0].startswith("Each line runs from 0 to 1, the same for all;")
+
+
+@pytest.mark.parametrize(
+    ("clusters", "said"), [(1, "queries of 1 image ask"), (19, "queries of 19 images"), (20, None)]
+)
+def test_few_images_are_said_where_they_ask(runs, clusters, said):
+    few = copy.deepcopy(runs)
+    few[0].results.per_query["retrieval/i2t/clusters"] = np.arange(40) % clusters
+    notes = few_images(few, "retrieval")
+    assert [said in n and n.startswith("i2t: ") for n in notes] == ([True] if said else [])
+    assert glance(few).notes[1:] == notes
+    assert few_images(few, "distractors") == []
 
 
 def test_lengths_say_why_a_number_is_missing(runs):
