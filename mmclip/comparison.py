@@ -233,8 +233,7 @@ def _same_data(a: Results, b: Results) -> None:
 
 def _seeds_differ(run: Results, control: Results) -> bool:
     """Whether both say their seed, and not the same."""
-    seeds = {r.json.get("seed") for r in (run, control)} - {None}
-    return len(seeds) > 1
+    return len({run.seed, control.seed} - {None}) > 1
 
 
 def _check_baseline(baseline: Results) -> None:
@@ -255,9 +254,8 @@ def _check_control(run: Results, control: Results) -> None:
             "a control has the run's loss"
         )
     if _seeds_differ(run, control):
-        seeds = [r.json["seed"] for r in (control, run)]
         raise UsageError(
-            f"the control was trained with seed {seeds[0]}, the run with {seeds[1]}: a control has the run's"
+            f"the control was trained with seed {control.seed}, the run with {run.seed}: a control has the run's seed"
         )
     gamma_d = control.json["evaluation"]["native"]["gamma_d"]
     if gamma_d != 1:

@@ -51,6 +51,12 @@ class Results:
         main["diagnostics"] = self.json.get("diagnostics", {})
         return {MAIN_POOL: main, **self.json.get("pools", {})}
 
+    @property
+    def seed(self) -> int | None:
+        """Of the training, None where it is not told: a run says it, and its model's export for later evaluations."""
+        found = self.json.get("seed", (self.json.get("trained_with") or {}).get("seed"))
+        return found if isinstance(found, int) else None
+
     def query_values(self, pool: str, direction: str, scoring: str, metric: str) -> Array:
         """[Q] numbers of every query. Errors: UsageError naming what is there."""
         return self.array(f"{pool}/{direction}/{scoring}/{metric}")

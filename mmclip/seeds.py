@@ -63,10 +63,10 @@ def group_by_seed(runs: Mapping[str, Results]) -> list[Group]:
     found: dict[str, dict[Any, Results]] = {}
     for run in runs.values():
         trained = run.json.get("trained_with") or {}
-        if "loss" not in trained or run.json.get("seed") is None:
+        if "loss" not in trained or run.seed is None:
             continue
-        kind = repr([run.json.get("model"), *(trained.get(k) for k in SAME)])
-        found.setdefault(kind, {}).setdefault(run.json["seed"], run)
+        kind = repr([trained.get("model", run.json.get("model")), *(trained.get(k) for k in SAME)])
+        found.setdefault(kind, {}).setdefault(run.seed, run)
     groups = []
     for by_seed in found.values():
         if len(by_seed) > 1:

@@ -38,6 +38,13 @@ def test_seeds_of_one_kind_belong_together_and_others_do_not() -> None:
     assert not group_by_seed({"a": run(0), "again": run(0)}), "one seed twice is one seed"
 
 
+def test_an_evaluation_of_a_runs_model_has_its_seed_from_the_export() -> None:
+    runs = {str(s): run(s, model=f"logs/{s}") for s in range(2)}
+    for r in runs.values():
+        r.json["trained_with"] |= {"seed": r.json.pop("seed"), "model": "m"}
+    assert len(group_by_seed(runs)) == 1
+
+
 def test_a_mean_is_of_the_seeds_and_its_interval_of_the_queries() -> None:
     (group,) = group_by_seed({str(s): run(s) for s in range(4)})
     each = [r.json["retrieval"]["t2i"][NATIVE]["success@1"] for r in group.runs]
