@@ -64,6 +64,7 @@ def run_case(
     for name in ("stdout", "stderr"):
         (root / name).write_bytes(b"")
     before, started = _listing(root, case / "logs"), time.monotonic()
+    inherited = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
     pid = os.fork()
     if pid == 0:
         _child(root, case, argv, gigabytes, runner)
@@ -76,7 +77,8 @@ def run_case(
         if done or late:
             break
         time.sleep(0.005)
-    outcome = Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - started, usage.ru_maxrss / 1024, [])
+    outcome = Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - started, 0.0, [])
+    outcome.megabytes = max(0.0, usage.ru_maxrss / 1024 - inherited)  # a forked process begins with its parent's pages
     outcome.faults = _faults(root, case, outcome, seconds, gigabytes, may_need_memory, done == 0)
     outcome.faults += _changes(before, _listing(root, case / "logs"))
     return outcome

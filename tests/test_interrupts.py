@@ -87,26 +87,32 @@ def test_a_validation_that_is_cut_is_made_up_for_by_the_continuation(flags: list
     assert lines("cut") == lines("whole"), "every step once, and step 100 with its validation"
 
 
+def send(signum: int) -> None:
+    """A signal to this process, which may have threads: then it arrives a moment later, and two at once become one."""
+    os.kill(os.getpid(), signum)
+    time.sleep(0.3)
+
+
 def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
         assert interrupts.signum == 0
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM)
         assert interrupts.signum == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_second_signal_acts_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        send(signal.SIGINT)
+        send(signal.SIGINT)
 
 
 def test_work_that_may_be_cut_is_cut_and_no_handler_of_exceptions_can_swallow_it() -> None:
     with Interrupts() as interrupts:
         with pytest.raises(Cut), interrupts.cutting():
             try:
-                os.kill(os.getpid(), signal.SIGTERM)
+                send(signal.SIGTERM)
             except Exception:
                 pytest.fail("swallowed")
         with pytest.raises(Cut), interrupts.cutting():

@@ -90,7 +90,6 @@ def page(tmp_path_factory):
         {n: folder / n for n in names},
         folder / "report.html",
         control=folder / "baseline",
-        baseline=folder / "baseline",
     )
 
 
