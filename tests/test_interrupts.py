@@ -103,9 +103,11 @@ def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
 
 
 def test_a_second_signal_acts_at_once() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
     with pytest.raises(KeyboardInterrupt), Interrupts():
         send(signal.SIGINT)
         send(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_work_that_may_be_cut_is_cut_and_no_handler_of_exceptions_can_swallow_it() -> None:
