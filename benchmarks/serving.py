@@ -25,9 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.correction import log_evidence
+from mmclip.correction import log_evidence, native_exponents
 from mmclip.errors import UsageError
-from mmclip.facts import native_exponents
 from mmclip.retrieval import Ranking, rank
 from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
 from mmclip.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k

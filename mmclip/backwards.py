@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from mmclip.correction import Bank, bank_side, corrected_candidates, corrected_queries, log_evidence
@@ -12,7 +13,6 @@ from mmclip.pools import Pool
 from mmclip.results import CORRECTED, REVERSED
 from mmclip.retrieval import Ranking, rank
 from mmclip.similarity import (
-    CLIP_DIRECTIONS,
     SCALE_INIT,
     TINY,
     Direction,
@@ -60,7 +60,7 @@ class Backwards:
         rankings[CORRECTED] = rank(
             corrected_queries(query, self.native),
             corrected_candidates(candidate, evidence, self.native, alpha),
-            pool.pairs if direction is CLIP_DIRECTIONS[0] else pool.pairs[:, ::-1],
+            np.column_stack(direction.roles({"image": pool.pairs[:, 0], "text": pool.pairs[:, 1]})),
             {CORRECTED: Normalization.DOT.exponents},
             gains=pool.gains,
             block_bytes=block_bytes,

@@ -54,14 +54,8 @@ def seeds_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group | N
         column(table, top, bottom)
     for group in groups:
         for direction in CLIP_DIRECTIONS:
-            where = (pool, direction.value)
-            native, *others = (group.numbers(*where, s) for s in BACKWARDS)
+            (native, *others), gains = group.row(pool, direction.value, groups[0])
             assert native is not None
-            gains = [
-                group.gain(*where, CORRECTED, group, REVERSED),
-                None if group is groups[0] else group.gain(*where, NATIVE, groups[0], NATIVE),
-                group.gain(*where, CORRECTED, groups[0], NATIVE),
-            ]
             row(
                 table,
                 [

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from mmclip.build import Tokenizer
+from mmclip.correction import native_exponents
 from mmclip.data import is_folder, shards_of
 from mmclip.errors import UsageError, one_line
 from mmclip.evaluate_run import load_model
-from mmclip.facts import native_exponents
 from mmclip.files import write_text_atomically
 from mmclip.model_names import names_a_file
 from mmclip.results import NATIVE

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mmclip.errors import UsageError, one_line
-from mmclip.similarity import CLIP_DIRECTIONS, Direction, Exponents, normalize
+from mmclip.similarity import CLIP_DIRECTIONS, Direction, Exponents, Normalization, normalize
 
 TRANSDUCTIVE = "transductive"  # the name of the bank that is the evaluation's own items
 _BLOCK_BYTES = 64 * 2**20
@@ -56,6 +56,19 @@ class Bank:
     def of(self, side: str, pool: Mapping[str, Tensor]) -> Tensor | None:
         """The side's rows, of the ``pool`` where the bank is transductive; None where it has none."""
         return pool[side] if self.transductive else self.vectors.get(side)
+
+
+def native_exponents(facts: Mapping[str, Any]) -> Exponents:
+    """The exponents that a model was trained with; cosine for a model that says nothing (any plain CLIP).
+
+    facts: mmclip.json. Errors: UsageError for exponents that are no numbers.
+    """
+    if not facts:
+        return Normalization.COSINE.exponents
+    try:
+        return Exponents(float(facts["gamma_q"]), float(facts["gamma_d"]))
+    except (KeyError, TypeError, ValueError):
+        raise UsageError("mmclip.json holds no numbers gamma_q and gamma_d") from None
 
 
 def trained_directions(facts: Mapping[str, Any]) -> tuple[Direction, ...]:

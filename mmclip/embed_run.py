@@ -14,13 +14,11 @@ from mmclip import distributed
 from mmclip.bank import draw_bank
 from mmclip.build import Model
 from mmclip.config_embed import EmbedSettings
-from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, log_evidence, trained_scales
+from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, log_evidence, native_exponents, trained_scales
 from mmclip.datasets import open_bank, open_evaluation
-from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.evaluate_run import load_model
-from mmclip.facts import native_exponents
+from mmclip.evaluate_run import load_model, make_runner
 from mmclip.files import require_space
 from mmclip.image_text import ImageTextData
 from mmclip.pools import EvalData
@@ -52,8 +50,7 @@ def embed(settings: EmbedSettings) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _require_space(path, [data, *distractors.values()], model)
     model.towers.to(device)
-    precision = "fp32" if settings.precision == "auto" else settings.precision
-    runner = Runner(device, precision, settings.batch_size, settings.workers)
+    runner = make_runner(settings, device)
     source = EvalSource.open(data, distractors, model, runner)
     found = source.eval_data(model, runner)
     if source.skipped:
@@ -61,7 +58,7 @@ def embed(settings: EmbedSettings) -> None:
     saved = _saved(found, settings.model, model.facts, {d.value: a for d, a in alpha.items()})
     if bank_data is not None:
         bank = draw_bank(
-            Source.open(bank_data, model, runner, None, "bank"),
+            Source(bank_data),
             sorted({bank_side(d) for d in corrected}),
             settings.bank_size,
             model,

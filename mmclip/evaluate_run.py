@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from mmclip import distributed, facts
 from mmclip.architectures import architecture_of
 from mmclip.bank import draw_bank, saved_bank
 from mmclip.build import Model, build_model
 from mmclip.comparison import verdicts
+from mmclip.config_encode import EncodeSettings
 from mmclip.config_evaluate import DiagnoseSettings, EvaluateSettings
-from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, trained_scales
+from mmclip.correction import TRANSDUCTIVE, Bank, bank_side, native_exponents, trained_scales
 from mmclip.datasets import open_bank, open_evaluation
 from mmclip.diagnostics_table import print_diagnostics
 from mmclip.distractors import parse_distractors
@@ -77,9 +81,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     )
     model = load_model(settings.model, settings.pretrained)
     model.towers.to(device)
-    runner = Runner(
-        device, "fp32" if settings.precision == "auto" else settings.precision, settings.batch_size, settings.workers
-    )
+    runner = make_runner(settings, device)
     name = folder.name if folder else settings.model
     told_name = name if settings.pretrained is None else f"{name}-{Path(settings.pretrained).stem}"
     where = _output_folder(settings, _default_output(folder, told_name, data.path, data.split))
@@ -87,8 +89,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
     if bank_data is not None:
         sides = sorted(bank_side(d.opposite) for d in trained_scales(model.facts))
-        bank_source = Source.open(bank_data, model, runner, None, "bank")
-        bank = draw_bank(bank_source, sides, settings.bank_size, model, runner, settings.seed, data)
+        bank = draw_bank(Source(bank_data), sides, settings.bank_size, model, runner, settings.seed, data)
     results = evaluate_source(
         source,
         model,
@@ -101,9 +102,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
             "versions": facts.versions(),
         },
         bank=bank,
-        fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
-        seed=settings.seed,
-        block_bytes=settings.block_bytes,
+        **_how(settings),
     )
     return name, _report(settings, results, name, where)
 
@@ -131,7 +130,7 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
     print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {one_line(file)}", file=sys.stderr)
     results = evaluate_with_bar(
         data,
-        facts.native_exponents(saved.facts),
+        native_exponents(saved.facts),
         {
             "model": saved.model or name,
             "data": {"path": file, "split": None},
@@ -140,11 +139,21 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
         },
         scales=scales,
         bank=bank,
-        fisher=isinstance(settings, DiagnoseSettings) and settings.fisher,
-        seed=settings.seed,
-        block_bytes=settings.block_bytes,
+        **_how(settings),
     )
     return name, _report(settings, results, name, where)
+
+
+def _how(settings: EvaluateSettings) -> dict[str, Any]:
+    """What ``evaluate`` is told by flags alone."""
+    fisher = isinstance(settings, DiagnoseSettings) and settings.fisher
+    return {"fisher": fisher, "seed": settings.seed, "block_bytes": settings.block_bytes}
+
+
+def make_runner(settings: EncodeSettings, device: torch.device) -> Runner:
+    """How the scripts that only encode run a model; "auto" is float32 for them."""
+    precision = "fp32" if settings.precision == "auto" else settings.precision
+    return Runner(device, precision, settings.batch_size, settings.workers)
 
 
 def _report(settings: EvaluateSettings, results: Results, name: str, where: Path) -> Results:

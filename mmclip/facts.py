@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from mmclip import __version__
-from mmclip.errors import UsageError
 from mmclip.losses import ContrastiveLoss
-from mmclip.similarity import Direction, Exponents, Normalization
+from mmclip.similarity import Direction
 
 
 def main_direction(loss: ContrastiveLoss) -> Direction:
@@ -54,16 +52,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def native_exponents(facts: Mapping[str, Any]) -> Exponents:
-    """The exponents that a model was trained with; cosine for a model that says nothing (any plain CLIP).
-
-    facts: mmclip.json. Errors: UsageError for exponents that are no numbers.
-    """
-    if not facts:
-        return Normalization.COSINE.exponents
-    try:
-        return Exponents(float(facts["gamma_q"]), float(facts["gamma_d"]))
-    except (KeyError, TypeError, ValueError):
-        raise UsageError("mmclip.json holds no numbers gamma_q and gamma_d") from None

@@ -12,7 +12,7 @@ from rich.progress import TaskID
 from mmclip import checkpoints, facts
 from mmclip.bank import draw_bank
 from mmclip.build import Model
-from mmclip.correction import Bank, bank_side, trained_directions, trained_scales
+from mmclip.correction import bank_side, native_exponents, trained_directions, trained_scales
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
@@ -101,14 +101,12 @@ def evaluate_source(
     trained: Mapping[str, Any],
     about: Mapping[str, Any],
     *,
-    bank: Bank | None = None,
-    fisher: bool = False,
     seed: int = 0,
-    **ranking: Any,
+    **how: Any,
 ) -> Results:
     """Encode an evaluation set once and evaluate it.
 
-    trained: mmclip.json, or {} for a plain CLIP. about: what else results.json says. ranking: of ``evaluate``.
+    trained: mmclip.json, or {} for a plain CLIP. about: what else results.json says. seed, how: of ``evaluate``.
     """
     data = source.eval_data(model, runner, seed=seed)
     if source.skipped:
@@ -121,13 +119,11 @@ def evaluate_source(
     }
     return evaluate_with_bar(
         data,
-        facts.native_exponents(trained),
+        native_exponents(trained),
         known,
         scales=trained_scales(trained, model.loaded_scale),
-        bank=bank,
-        fisher=fisher,
         seed=seed,
-        **ranking,
+        **how,
     )
 
 

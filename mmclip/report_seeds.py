@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmclip.backwards_tables import BACKWARDS
 from mmclip.errors import one_line
 from mmclip.formats import rate, span
 from mmclip.report_source import ReportRun
 from mmclip.report_tables import NO, Cell, Row, Table, change_cell
-from mmclip.results import CORRECTED, NATIVE, REVERSED
 from mmclip.seeds import Group, group_by_seed
 from mmclip.similarity import CLIP_DIRECTIONS
 
@@ -35,13 +33,7 @@ def seeds(runs: Sequence[ReportRun], pool: str) -> Table | None:
 
 
 def _cells(group: Group, first: Group, pool: str, direction: str) -> list[Cell]:
-    where = (pool, direction)
-    native, *others = (group.numbers(*where, scoring) for scoring in BACKWARDS)
-    gains = [
-        group.gain(*where, CORRECTED, group, REVERSED),
-        None if group is first else group.gain(*where, NATIVE, first, NATIVE),
-        group.gain(*where, CORRECTED, first, NATIVE),
-    ]
+    (native, *others), gains = group.row(pool, direction, first)
     apart = Cell(f"{rate(native['low'])}–{rate(native['high'])}") if native else Cell(NO, kind="none")
     return [
         Cell(str(len(group.runs))),

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mmclip import metrics
 from mmclip.comparison import compare, scoring_gain
 from mmclip.errors import one_line
@@ -21,7 +19,7 @@ from mmclip.pools import MAIN_POOL
 from mmclip.report_source import ReportRun, is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED
 from mmclip.similarity import CLIP_DIRECTIONS
-from mmclip.tables import FEW_CLUSTERS
+from mmclip.tables import FEW_CLUSTERS, few_clusters
 
 Json = dict[str, Any]
 NO = "–"  # a number that does not exist
@@ -114,8 +112,7 @@ def few_images(runs: Sequence[ReportRun], pool: str) -> list[str]:
     The runs are over the same data, so the first speaks for all."""
     found = []
     for direction in CLIP_DIRECTIONS:
-        clusters = runs[0].results.per_query.get(f"{pool}/{direction.value}/clusters")
-        if clusters is not None and (n := len(np.unique(clusters))) < FEW_CLUSTERS:
+        if n := few_clusters(runs[0].results, pool, direction.value):
             found.append(
                 f"{direction.value}: queries of {n} image{'s' * (n != 1)} ask; 95% intervals over fewer than "
                 f"{FEW_CLUSTERS} are too narrow."

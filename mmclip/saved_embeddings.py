@@ -103,7 +103,8 @@ class SavedEmbeddings:
         for direction in CLIP_DIRECTIONS:
             if direction.value not in self.evidence:
                 continue
-            found, n = self.evidence[direction.value], len(self.image if direction == "t2i" else self.text)
+            found = self.evidence[direction.value]
+            n = len(direction.roles({"image": self.image, "text": self.text})[1])
             if found.shape != (n,) or not bool(found.isfinite().all()):
                 raise UsageError(
                     f"evidence_{direction.value} of shape {list(found.shape)}: a finite number for each of the {n} "

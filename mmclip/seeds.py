@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mmclip import metrics
 from mmclip.comparison import change
-from mmclip.results import Results
+from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -56,6 +56,16 @@ class Group:
         """What ``scoring`` gains over ``their`` of another group (or of this one), paired: {"delta", "ci", ...}."""
         mine, other = self.values(pool, direction, scoring), over.values(pool, direction, their)
         return None if mine is None or other is None else change(other, mine, self.clusters(pool, direction))
+
+    def row(self, pool: str, direction: str, first: Group) -> tuple[list[Json | None], list[Json | None]]:
+        """([native, reversed, corrected] as ``numbers``, [corrected over reversed, native over the first group's,
+        corrected over the first group's native] as ``gain``); None where one does not exist."""
+        where = (pool, direction)
+        return [self.numbers(*where, scoring) for scoring in (NATIVE, REVERSED, CORRECTED)], [
+            self.gain(*where, CORRECTED, self, REVERSED),
+            None if self is first else self.gain(*where, NATIVE, first, NATIVE),
+            self.gain(*where, CORRECTED, first, NATIVE),
+        ]
 
 
 def group_by_seed(runs: Mapping[str, Results]) -> list[Group]:

@@ -24,14 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.correction import corrected_candidates, corrected_queries, reversed_exponents
+from mmclip.correction import corrected_candidates, corrected_queries, native_exponents, reversed_exponents
 from mmclip.errors import UsageError, one_line
 from mmclip.saved_embeddings import SavedEmbeddings
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,
     Direction,
-    Exponents,
     Normalization,
     magnitude,
     normalize,
@@ -74,9 +73,7 @@ def index_vectors(
     if scoring not in SCORINGS:
         raise UsageError(f"scoring {one_line(scoring, 60)!r}: expected one of {', '.join(SCORINGS)}")
     _, document = direction.roles({"image": saved.image, "text": saved.text})
-    native = (
-        Exponents(saved.facts["gamma_q"], saved.facts["gamma_d"]) if saved.facts else Normalization.COSINE.exponents
-    )
+    native = native_exponents(saved.facts)
     if scoring == "corrected":
         alpha = saved.alpha[direction.opposite.value]
         if direction.value not in saved.evidence or alpha is None:

@@ -32,7 +32,7 @@ COLUMNS = (
     ("mrr@10", "MRR"),
     ("ndcg@10", "nDCG"),
 )
-FEW_CLUSTERS = 20  # 95% of a percentile bootstrap are 94% with 20 clusters, 90% with 10, 85% with 5
+FEW_CLUSTERS = 20  # a percentile bootstrap over fewer covers visibly less than it promises
 _LEGEND = """pools: retrieval, all images and captions; full, captions that describe everything; distractors, more
 candidates that match nothing. S@k: a relevant one among the best k; R@5: share of all relevant ones,
 small where a caption fits many images. d: Cohen's d of length, relevant against irrelevant among each
@@ -183,8 +183,7 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
                 said.setdefault(f"{direction.value} {_bank(found)}", []).append(name)
     for direction in CLIP_DIRECTIONS:
         for name, run in runs.items():
-            n = len(np.unique(run.array(f"{pool}/{direction.value}/clusters")))
-            if n < FEW_CLUSTERS:
+            if n := few_clusters(run, pool, direction.value):
                 said.setdefault(f"{direction.value}: {n} images ask; intervals over so few are too narrow", []).append(
                     name
                 )
@@ -195,6 +194,12 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
         note if len(names) == len(runs) else f"{note} ({', '.join(one_line(n, NAME_WIDTH) for n in names)})"
         for note, names in said.items()
     ]
+
+
+def few_clusters(run: Results, pool: str, direction: str) -> int:
+    """How many images' queries ask, where they are fewer than ``FEW_CLUSTERS``, else 0."""
+    n = len(np.unique(run.array(f"{pool}/{direction}/clusters")))
+    return n if n < FEW_CLUSTERS else 0
 
 
 def _bank(found: Json) -> str:

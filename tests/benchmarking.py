@@ -16,10 +16,10 @@ from PIL import Image
 
 from mmclip import load_model, metrics
 from mmclip.clip_benchmark import main
+from mmclip.correction import native_exponents
 from mmclip.data import open_data
 from mmclip.embeddings import Runner
 from mmclip.eval_source import EvalSource
-from mmclip.facts import native_exponents
 from mmclip.retrieval import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization, score
 from tests.tiny import run_script

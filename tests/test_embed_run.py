@@ -17,14 +17,13 @@ from mmclip import load_model
 from mmclip.bank import draw_bank
 from mmclip.build import Model
 from mmclip.config_embed import EmbedSettings
-from mmclip.correction import log_evidence
+from mmclip.correction import log_evidence, native_exponents
 from mmclip.data import open_data
 from mmclip.embed_run import embed
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
 from mmclip.eval_source import EvalSource
 from mmclip.evaluation import evaluate
-from mmclip.facts import native_exponents
 from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
 from mmclip.sources import Source
 from tests.tiny import run_script

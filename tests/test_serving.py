@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.correction import log_evidence, reversed_exponents
+from mmclip.correction import log_evidence, native_exponents, reversed_exponents
 from mmclip.errors import UsageError
-from mmclip.facts import native_exponents
 from mmclip.retrieval import rank
 from mmclip.saved_embeddings import SavedEmbeddings
 from mmclip.serving import (
