@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mmclip.augmentation import parse_aug_cfg
-from mmclip.errors import UsageError, one_line
+from mmclip.config_loss import LossSettings
+from mmclip.errors import UsageError, one_line, require
 from mmclip.flags import flag, parse
 from mmclip.model_names import CONFIGS, check_model
 
-LOSSES = ("sym", "asym-i2t", "asym-t2i")
-NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
-POSITIVES = ("mask", "multi", "none")
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
 SCENES = "builtin:scenes"
 # What a run may be continued with on purpose: how it goes on, not what it is
@@ -24,7 +22,7 @@ CHANGEABLE = ("batch_size", "accum_freq", "lr", "gamma_lr", "wd", "proj_wd", "be
               "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
 
 BANK_SIZE = 2000  # items over which the zero points of a direction that was not trained are estimated
-DATA, MODEL, LOSS, OPTIMIZATION, RUN = "data", "model", "loss and normalization", "optimization", "run"
+DATA, MODEL, OPTIMIZATION, RUN = "data", "model", "optimization", "run"
 
 
 def _steps_or_fraction(text: str) -> float:
@@ -41,7 +39,7 @@ def _key_value(text: str) -> str:
 
 
 @dataclasses.dataclass
-class TrainSettings:
+class TrainSettings(LossSettings):
     """Every flag of train_clip.py, named as open_clip names it wherever it has one."""
 
     train_data: str = flag(
@@ -105,28 +103,6 @@ class TrainSettings:
     cache_dir: str = flag("data/cache", MODEL, "where cached trunk features are kept", metavar="DIR")
     grad_checkpointing: bool = flag(False, MODEL, "recompute activations in the backward pass: less memory, more time")
     torchcompile: bool = flag(False, MODEL, "compile the towers with torch.compile")
-
-    loss: str = flag(
-        "sym", LOSS, "which directions train: both (sym), image-to-text or text-to-image only", choices=LOSSES
-    )
-    i2t_weight: float | None = flag(None, LOSS, "weight of i2t in --loss sym [0.5]", type=float, metavar="W")
-    norm: str = flag(
-        "cosine",
-        LOSS,
-        "whose length is divided out: both, neither, the query's, the document's, or a learned share of each role's",
-        choices=NORMS,
-    )
-    positives: str = flag(
-        "mask",
-        LOSS,
-        "other captions of an image and exact duplicates: left out of the denominator, targets too, or plain negatives",
-        choices=POSITIVES,
-    )
-    logit_scale_init: float | None = flag(
-        None, LOSS, "initial effective scale [14.29, or the checkpoint's]", type=float, metavar="S"
-    )
-    logit_scale_max: float = flag(100.0, LOSS, "the effective scale is clamped here", metavar="S")
-    gamma_init: float = flag(0.5, LOSS, "initial gamma of both roles with --norm learned", metavar="G")
 
     epochs: int = flag(
         32, OPTIMIZATION, "passes over the images; one caption of each image is drawn a pass", metavar="N"
@@ -202,6 +178,7 @@ class TrainSettings:
     )
 
     def __post_init__(self) -> None:
+        self.check_loss()
         self._check_numbers()
         self._check_combinations()
 
@@ -219,7 +196,7 @@ class TrainSettings:
             "force_image_size",
             "force_context_length",
         )
-        above_zero = ("lr", "gamma_lr", "eps", "logit_scale_init", "logit_scale_max", "grad_clip_norm")
+        above_zero = ("lr", "gamma_lr", "eps", "grad_clip_norm")
         not_negative = ("wd", "proj_wd", "warmup", "workers", "seed", "max_bad_samples")
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
@@ -227,23 +204,12 @@ class TrainSettings:
             (not_negative, "a number of at least 0", lambda v: v >= 0),
             (("beta1", "beta2"), "a number from 0 to below 1", lambda v: 0 <= v < 1),
             (("workers",), "a whole number of at most 256", lambda v: v <= 256),
-            (("gamma_init",), "a number between 0 and 1, both excluded", lambda v: 0 < v < 1),
-            (("i2t_weight",), "a number from 0 to 1", lambda v: 0 <= v <= 1),
         ):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not (math.isfinite(value) and ok(value)):
-                    raise UsageError(f"--{name.replace('_', '-')} {value}: expected {valid}")
+            require(self, names, valid, ok)
 
     def _check_combinations(self) -> None:
-        if self.i2t_weight is not None and self.loss != "sym":
-            raise UsageError(f"--i2t-weight {self.i2t_weight:g} needs --loss sym, not --loss {self.loss}")
         if self.cache_features and not (self.lock_image or self.lock_text):
             raise UsageError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
-        if self.logit_scale_init is not None and self.logit_scale_init > self.logit_scale_max:
-            raise UsageError(
-                f"--logit-scale-init {self.logit_scale_init:g} is above --logit-scale-max {self.logit_scale_max:g}"
-            )
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
             raise UsageError(f"--name {one_line(self.name)!r}: a plain folder name is expected, without slashes")
         if self.may_change and not self.resume:

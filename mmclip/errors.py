@@ -1,5 +1,11 @@
 """The one exception that means "what was asked for cannot be done": bad flags, bad data, bad files."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
 
 class UsageError(ValueError):
     """One line for a person: names what was received and what is valid.
@@ -23,3 +29,11 @@ def one_line(text: object, limit: int = 300) -> str:
     start = str(text)[: limit + 1]  # no more can be shown, and a text may be a megabyte
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in start)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def require(settings: Any, names: Iterable[str], valid: str, ok: Callable[[Any], bool]) -> None:
+    """Numbers that are not given are right. Errors: UsageError naming the flag, what it was given and what is valid."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not (math.isfinite(value) and ok(value)):
+            raise UsageError(f"--{name.replace('_', '-')} {value}: expected {valid}")

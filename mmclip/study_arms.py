@@ -1,0 +1,78 @@
+"""An arm of a study: one setting with its finished runs, and which other arms it is judged against."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmclip.config import TrainSettings
+from mmclip.results import Results
+
+Json = dict[str, Any]
+# What two arms must share to be compared: which questions are asked, and what was there to learn from. The rest (loss,
+# schedules, optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
+SHARED = ("train_data", "train_split", "train_num_samples", "val_data", "val_split", "model", "pretrained", "lock_image",
+          "lock_text", "train_fraction", "val_holdout", "permute_pairs")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One setting of a study.
+
+    name: short and unique, "asym-i2t qnorm". settings: of its first seed. runs: seed -> results. logs: seed -> lines of
+    metrics.jsonl. starts: seed -> start.json, what was measured before the first step ({} where nothing was). initial:
+    the arm whose run of the same seed it starts from, None for random or pretrained weights.
+    """
+
+    name: str
+    settings: TrainSettings
+    runs: Mapping[int, Results]
+    logs: Mapping[int, list[Json]]
+    starts: Mapping[int, Json]
+    initial: str | None = None
+
+    @property
+    def i2t_weight(self) -> float:
+        """lambda, the weight of i2t in the loss."""
+        fixed = {"asym-i2t": 1.0, "asym-t2i": 0.0}
+        asked = 0.5 if self.settings.i2t_weight is None else self.settings.i2t_weight
+        return fixed.get(self.settings.loss, asked)
+
+    def seeds_with(self, *others: Arm) -> list[int]:
+        """The seeds that this arm and all ``others`` have finished."""
+        return sorted(set(self.runs).intersection(*(o.runs for o in others)))
+
+
+def control_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
+    """The arm of the same directions and data whose documents' length no loss ever saw (gamma_d 1); None where there is
+    none. Of several the one that differs least; cosine before dnorm."""
+    candidates = [
+        other
+        for other in arms
+        if other.settings.norm in ("cosine", "dnorm") and other.i2t_weight == arm.i2t_weight and _comparable(arm, other)
+    ]
+    return min(candidates, key=lambda o: (o.settings.norm != "cosine", _distance(arm, o)), default=None)
+
+
+def baseline_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
+    """The sym/cosine arm on the same data, None where there is none. Of several the one that differs least, which for a
+    fine-tuned arm is the one that started where it did."""
+    candidates = [
+        other
+        for other in arms
+        if other.settings.norm == "cosine" and other.i2t_weight == 0.5 and _comparable(arm, other)
+    ]
+    return min(candidates, key=lambda o: _distance(arm, o), default=None)
+
+
+def _comparable(a: Arm, b: Arm) -> bool:
+    mine, other = a.settings.to_dict(), b.settings.to_dict()
+    return all(mine.get(k) == other.get(k) for k in SHARED) and bool(a.seeds_with(b))
+
+
+def _distance(a: Arm, b: Arm) -> tuple[bool, int]:
+    """(whether they start from different weights, how many settings differ)."""
+    mine, other = a.settings.to_dict(), b.settings.to_dict()
+    differ = [k for k in mine if k not in ("seed", "name", "logs") and mine[k] != other.get(k)]
+    return a.initial != b.initial, len(differ)
