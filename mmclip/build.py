@@ -20,8 +20,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mmclip.config_files import nearest
 from mmclip.errors import UsageError, one_line
-from mmclip.flags import nearest
 from mmclip.model_names import check_model, check_sizes, read_facts, read_model_config, refuse_coca
 from mmclip.towers import Towers
 

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+from mmclip.config_files import nearest
 from mmclip.errors import UsageError, one_line
-from mmclip.flags import nearest
 from mmclip.image_text import BadSample, ImageTextData, picture_size
 from mmclip.tarindex import MAX_CAPTION_BYTES
 

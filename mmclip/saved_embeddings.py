@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.array_files import json_array, read_arrays, write_arrays
+from mmclip.config_files import nearest
 from mmclip.embedding_arrays import (
     first_repeated,
     read_floats,
@@ -49,7 +50,6 @@ from mmclip.embedding_arrays import (
     read_vectors,
 )
 from mmclip.errors import UsageError, one_line
-from mmclip.flags import nearest
 from mmclip.pools import Distractors, EvalData
 from mmclip.similarity import CLIP_DIRECTIONS
 

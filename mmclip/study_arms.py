@@ -12,8 +12,8 @@ from mmclip.results import Results
 Json = dict[str, Any]
 # What two arms must share to be compared: which questions are asked, and what was there to learn from. The rest (loss,
 # schedules, optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
-SHARED = ("train_data", "train_split", "train_num_samples", "val_data", "val_split", "model", "pretrained", "lock_image",
-          "lock_text", "train_fraction", "val_holdout", "permute_pairs")  # fmt: skip
+SHARED = ("train_data", "train_split", "train_num_samples", "train_fraction", "permute_pairs", "val_data", "val_split",
+          "val_holdout", "model", "pretrained", "lock_image", "lock_text")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Arm:
 
     name: short and unique, "asym-i2t qnorm". settings: of its first seed. runs: seed -> results. logs: seed -> lines of
     metrics.jsonl. starts: seed -> start.json, what was measured before the first step ({} where nothing was). initial:
-    the arm whose run of the same seed it starts from, None for random or pretrained weights.
+    the arm whose run of the same seed it starts from, None for random or pretrained weights. seconds: seed -> how long
+    its run took, where that is known.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Arm:
     logs: Mapping[int, list[Json]]
     starts: Mapping[int, Json]
     initial: str | None = None
+    seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def i2t_weight(self) -> float:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from mmclip.config import CONFIGS, TrainSettings, parse_train
+from mmclip.config_files import read_config
 from mmclip.config_loss import LOSSES, NORMS, POSITIVES
 from mmclip.errors import UsageError, one_line
-from mmclip.flags import read_config
 from mmclip.losses import LOSS_WEIGHTS, Positives
 from mmclip.similarity import Normalization
 

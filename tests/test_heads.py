@@ -15,9 +15,9 @@ import torch
 from mmclip import load_model
 from mmclip.build import build_model
 from mmclip.config import CONFIGS, TrainSettings
+from mmclip.config_files import read_config
 from mmclip.data import open_data
 from mmclip.embeddings import Runner
-from mmclip.flags import read_config
 from mmclip.losses import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
 from mmclip.sources import Source

@@ -1,0 +1,140 @@
+"""A study from its file to its page: plan, run what is missing, gather the arms, write tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mmclip.config_study import StudySettings
+from mmclip.errors import UsageError, one_line
+from mmclip.files import lock_folder, write_text_atomically
+from mmclip.results import NATIVE, load_results
+from mmclip.runlog import METRICS
+from mmclip.study_arms import Arm
+from mmclip.study_plan import Cell, Plan, plan_study
+from mmclip.study_run import StudyRun, is_finished, seconds_of
+
+Json = dict[str, Any]
+STUDY_FILE = "study.json"
+START_FILE = "start.json"
+MOST_JOBS = 4  # on a CPU, where nothing is asked for: each holds a model and its data
+
+
+def study(settings: StudySettings, script: Path) -> int:
+    """Everything that run_study.py does; script: train_clip.py. Returns the exit code: 0, 1 where a run failed, or that
+    of the signal that ended it. Errors: UsageError, one line, before anything is trained."""
+    plan = plan_study(settings)
+    there = sum(map(is_finished, plan.cells))
+    print(
+        f"{one_line(plan.title, 100)}: {len(plan.cells)} runs, {there} finished -> {one_line(plan.folder)}",
+        file=sys.stderr,
+    )
+    if settings.dry_run:
+        for cell in plan.cells:
+            state = "finished" if is_finished(cell) else "to run"
+            print(f"{state:8}  {one_line(cell.folder.name, 120)}  {one_line(cell.name)}")
+        return 0
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(plan.folder)
+    devices = gpus()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = settings.jobs or len(devices) or min(cores, MOST_JOBS)
+    run = StudyRun(plan.cells, script, jobs, devices, max(1, cores // jobs))
+    signum = run.run(_numbers)
+    _write_state(plan, run.failed)
+    if signum:
+        left = sum(not is_finished(c) for c in plan.cells)
+        print(f"stopped with {left} runs left; the same command goes on", file=sys.stderr)
+        return 128 + signum
+    arms = gather(plan.cells)
+    failed = [{"arm": c.arm, "seed": c.seed, "reason": why} for c, why in run.failed.items()]
+    if not arms:
+        raise UsageError(
+            f"none of the {len(plan.cells)} runs is finished: {failed[0]['reason'] if failed else 'no runs'}"
+        )
+    from mmclip.study_report import write_study  # matplotlib and jinja2 take a second to import
+
+    print(f"page: {one_line(write_study(arms, plan.folder, title=plan.title, failed=failed))}")
+    print(f"tables: {one_line(plan.folder / 'tables')}")
+    if lock is not None:
+        lock.close()
+    if failed:
+        print(f"{len(failed)} of {len(plan.cells)} runs failed:", file=sys.stderr)
+        for entry in failed:
+            print(
+                f"  {one_line(entry['arm'], 80)}, seed {entry['seed']}: {one_line(entry['reason'], 400)}",
+                file=sys.stderr,
+            )
+    return 1 if failed else 0
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that jobs can be given, as CUDA_VISIBLE_DEVICES takes them."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not torch.cuda.is_available():
+        return []
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def gather(cells: Sequence[Cell]) -> list[Arm]:
+    """The finished runs of a study by arm, in the order of its file. Errors: UsageError for files that are damaged."""
+    arms: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found = arms.setdefault(cell.arm, [])
+        if is_finished(cell):
+            found.append(cell)
+    return [
+        Arm(
+            name,
+            found[0].settings,
+            {c.seed: load_results(c.folder) for c in found},
+            {c.seed: _lines(c.folder / METRICS) for c in found},
+            {c.seed: _json(c.folder / START_FILE) for c in found},
+            found[0].initial.arm if found[0].initial else None,
+            {c.seed: s for c in found if (s := seconds_of(c)) is not None},
+        )
+        for name, found in arms.items()
+        if found
+    ]
+
+
+def _lines(path: Path) -> list[Json]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _json(path: Path) -> Json:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _numbers(cell: Cell) -> str:
+    """A finished cell in a few words."""
+    retrieval = load_results(cell.folder).json["retrieval"]
+    return "  ".join(f"{d} {retrieval[d][NATIVE]['success@1']:.3f}" for d in retrieval)
+
+
+def _write_state(plan: Plan, failed: dict[Cell, str]) -> None:
+    """study.json: every run, where it is, how it stands."""
+    cells = [
+        {
+            "arm": c.arm,
+            "seed": c.seed,
+            "folder": c.folder.name,
+            "state": "failed" if c in failed else "finished" if is_finished(c) else "not run",
+            "seconds": seconds_of(c),
+            "reason": failed.get(c),
+        }
+        for c in plan.cells
+    ]
+    write_text_atomically(plan.folder / STUDY_FILE, json.dumps({"title": plan.title, "runs": cells}, indent=1) + "\n")
