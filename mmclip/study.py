@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -39,10 +40,14 @@ def study(settings: StudySettings, script: Path) -> int:
             print(f"{state:8}  {one_line(cell.folder.name, 120)}  {one_line(cell.name)}")
         return 0
     plan.folder.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(plan.folder)
+    with lock_folder(plan.folder) or contextlib.nullcontext():  # two studies would start the same runs
+        return _run(plan, settings.jobs, script)
+
+
+def _run(plan: Plan, asked: int, script: Path) -> int:
     devices = gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = settings.jobs or len(devices) or min(cores, MOST_JOBS)
+    jobs = asked or len(devices) or min(cores, MOST_JOBS)
     run = StudyRun(plan.cells, script, jobs, devices, max(1, cores // jobs))
     signum = run.run(_numbers)
     _write_state(plan, run.failed)
@@ -60,8 +65,6 @@ def study(settings: StudySettings, script: Path) -> int:
 
     print(f"page: {one_line(write_study(arms, plan.folder, title=plan.title, failed=failed))}")
     print(f"tables: {one_line(plan.folder / 'tables')}")
-    if lock is not None:
-        lock.close()
     if failed:
         print(f"{len(failed)} of {len(plan.cells)} runs failed:", file=sys.stderr)
         for entry in failed:

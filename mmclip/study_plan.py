@@ -66,9 +66,10 @@ def plan_study(settings: StudySettings) -> Plan:
             given[name] = node
         else:
             rest.append((key, node))
-    base = _base(path, given.get("config")) | converted(TrainSettings, rest, path) | _overrides(settings.set or [])
-    _refuse_ours(base, path)
-    arms = _arms(given.get("arms"), base, path)
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainSettings) if f.name not in OURS}
+    asked = _base(path, given.get("config")) | converted(TrainSettings, rest, path) | _overrides(settings.set or [])
+    _refuse_ours(asked, path)
+    arms = _arms(given.get("arms"), defaults | asked, path)
     seeds = settings.seeds or _seeds(given.get("seeds"), path)
     if len(arms) * len(seeds) > MAX_RUNS:
         raise UsageError(f"{path}: {len(arms)} arms with {len(seeds)} seeds: more than {MAX_RUNS:,} runs")
@@ -178,19 +179,16 @@ def _grid(entry: yaml.MappingNode, where: Path) -> Iterator[tuple[str, Json]]:
 
 def _canonical(values: Json) -> Json:
     """One way to say each loss: a lambda of 0 or 1 is a one-direction loss, a lambda of 1/2 need not be said."""
-    values = dict(values)
-    if values.get("loss", "sym") == "sym" and values.get("i2t_weight_end") is None:
-        weight = values.get("i2t_weight")
-        if weight in (0, 1):
-            values |= {"loss": "asym-i2t" if weight else "asym-t2i"}
-        if weight in (0, 0.5, 1):
-            values.pop("i2t_weight")
-    return values
+    weight = values["i2t_weight"]
+    if values["loss"] != "sym" or values.get("i2t_weight_end") is not None or weight not in (0, 0.5, 1):
+        return values
+    loss = {0: "asym-t2i", 0.5: "sym", 1: "asym-i2t"}[weight]
+    return values | {"loss": loss, "i2t_weight": None}
 
 
 def _arm_name(values: Json, base: Json) -> str:
     """Loss and norm, and whatever else is not as in all arms."""
-    head = f"{values.get('loss', 'sym')} {values.get('norm', 'cosine')}"
+    head = f"{values['loss']} {values['norm']}"
     rest = [f"{k}={_shown(v)}" for k, v in values.items() if k not in ("loss", "norm") and base.get(k) != v]
     return " ".join([head, *rest])
 

@@ -1,4 +1,4 @@
-"""Run a study's cells, several at once, each a process of its own: one that fails, or is killed, takes no other along."""
+"""Run a study's cells, several at once, each a process of its own: one that fails takes no other along."""
 
 from __future__ import annotations
 
