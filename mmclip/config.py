@@ -9,20 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.augmentation import parse_aug_cfg
+from mmclip.config_data import SCENES, DataSettings
 from mmclip.config_loss import LossSettings
 from mmclip.errors import UsageError, one_line, require
 from mmclip.flags import flag, parse
 from mmclip.model_names import CONFIGS, check_model
 
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
-SCENES = "builtin:scenes"
 # What a run may be continued with on purpose: how it goes on, not what it is
 CHANGEABLE = ("batch_size", "accum_freq", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2", "eps", "warmup",
               "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
 
 BANK_SIZE = 2000  # items over which the zero points of a direction that was not trained are estimated
-DATA, MODEL, OPTIMIZATION, RUN = "data", "model", "optimization", "run"
+MODEL, OPTIMIZATION, RUN = "model", "optimization", "run"
 
 
 def _steps_or_fraction(text: str) -> float:
@@ -32,53 +31,9 @@ def _steps_or_fraction(text: str) -> float:
     return value
 
 
-def _key_value(text: str) -> str:
-    if "=" not in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return text
-
-
 @dataclasses.dataclass
-class TrainSettings(LossSettings):
+class TrainSettings(DataSettings, LossSettings):
     """Every flag of train_clip.py, named as open_clip names it wherever it has one."""
-
-    train_data: str = flag(
-        SCENES,
-        DATA,
-        "training data: a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or "
-        "ROOT/SPLIT), a CSV, builtin:scenes or builtin:scenes-uninformative",
-    )
-    val_data: str | None = flag(
-        None,
-        DATA,
-        "data for validation and the final evaluation; default: --train-data's own "
-        "evaluation split where it has one, 'none' for no validation",
-    )
-    train_split: str | None = flag(None, DATA, "split of a folder to train on [train]")
-    val_split: str | None = flag(None, DATA, "split of a folder to evaluate on [test, else val]")
-    dataset_type: str = flag("auto", DATA, "how to read the data", choices=("auto", "webdataset", "csv"))
-    train_num_samples: int | None = flag(None, DATA, "train on the first N images only", type=int, metavar="N")
-    csv_img_key: str = flag("filepath", DATA, "CSV column of image paths")
-    csv_caption_key: str = flag("title", DATA, "CSV column of captions")
-    csv_separator: str = flag("\t", DATA, "CSV separator")
-    batch_size: int = flag(64, DATA, "images per step and process (with --accum-freq: per forward pass)", metavar="B")
-    keep_last: bool = flag(False, DATA, "train on the last, partial batch of an epoch too, instead of dropping it")
-    workers: int = flag(2, DATA, "processes that read and decode images; the result does not depend on it", metavar="N")
-    max_bad_samples: int | None = flag(
-        None,
-        DATA,
-        "stop with an error when more training samples than this cannot be used; default: skip, count and name them",
-        type=int,
-        metavar="N",
-    )
-    aug_cfg: list[str] | None = flag(
-        None,
-        DATA,
-        "training augmentation, open_clip's: scale=0.9,1 color_jitter=0.2 …; 'none=1' for the evaluation transform",
-        type=_key_value,
-        nargs="*",
-        metavar="K=V",
-    )
 
     model: str = flag("ViT-B-32", MODEL, "an open_clip model name, a model config JSON, or local-dir:FOLDER")
     pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file; default: random weights")
@@ -166,6 +121,12 @@ class TrainSettings(LossSettings):
         "training captions (or images) that the last evaluation corrects the untrained direction with; 0: none",
         metavar="N",
     )
+    measure_start: bool = flag(
+        False,
+        RUN,
+        "evaluate the model before the first step, too, Fisher condition numbers included, into start.json: what it "
+        "knew before, and whether length may help",
+    )
     report: bool = flag(True, RUN, "write report.html at the end: numbers, curves, best and worst retrievals")
     keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
     strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")
@@ -179,17 +140,16 @@ class TrainSettings(LossSettings):
 
     def __post_init__(self) -> None:
         self.check_loss()
+        self.check_data()
         self._check_numbers()
         self._check_combinations()
 
     def _check_numbers(self) -> None:
         at_least_one = (
-            "batch_size",
             "accum_freq",
             "keep_checkpoints",
             "epochs",
             "max_steps",
-            "train_num_samples",
             "val_steps",
             "save_steps",
             "log_every_n_steps",
@@ -197,13 +157,12 @@ class TrainSettings(LossSettings):
             "force_context_length",
         )
         above_zero = ("lr", "gamma_lr", "eps", "grad_clip_norm")
-        not_negative = ("wd", "proj_wd", "warmup", "workers", "seed", "max_bad_samples")
+        not_negative = ("wd", "proj_wd", "warmup", "seed")
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
             (above_zero, "a number above 0", lambda v: v > 0),
             (not_negative, "a number of at least 0", lambda v: v >= 0),
             (("beta1", "beta2"), "a number from 0 to below 1", lambda v: 0 <= v < 1),
-            (("workers",), "a whole number of at most 256", lambda v: v <= 256),
         ):
             require(self, names, valid, ok)
 
@@ -225,7 +184,8 @@ class TrainSettings(LossSettings):
         for path, name in ((self.image_trunk, "--image-trunk"), (self.text_trunk, "--text-trunk")):
             if path is not None and not Path(path).exists():
                 raise UsageError(f"{name} {one_line(path)}: no such file or folder")
-        parse_aug_cfg(self.aug_cfg)
+        if self.measure_start and self.val_data == "none":
+            raise UsageError("--measure-start evaluates the model before the first step: it needs evaluation data")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

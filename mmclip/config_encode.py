@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from mmclip.config import BANK_SIZE, DATA, MODEL, PRECISIONS, RUN, SCENES
+from mmclip.config import BANK_SIZE, MODEL, PRECISIONS, RUN
+from mmclip.config_data import DATA, SCENES
 from mmclip.errors import UsageError
 from mmclip.flags import flag
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mmclip.config import DATA, MODEL, RUN, SCENES
+from mmclip.config import MODEL, RUN
+from mmclip.config_data import DATA, SCENES, check_zeroshot
 from mmclip.config_encode import EncodeSettings
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import flag, parse
@@ -30,6 +31,13 @@ class EvaluateSettings(EncodeSettings):
         nargs="+",
         metavar="KIND",
     )
+    zeroshot_data: str | None = flag(
+        None,
+        DATA,
+        "pictures of classes, on which zero-shot accuracy is measured, too: a folder in clip-benchmark's layout, or "
+        "builtin:scenes-classes",
+    )
+    zeroshot_split: str | None = flag(None, DATA, "split of that folder [test, else val]")
     output: str | None = flag(
         None,
         RUN,
@@ -53,10 +61,13 @@ class EvaluateSettings(EncodeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_at_least(block_bytes=2**20)
+        check_zeroshot(self.zeroshot_data, self.zeroshot_split)
+        if self.zeroshot_data is not None and self.model is None and self.embeddings is None:
+            raise UsageError("--zeroshot-data needs --model: finished runs are compared as they are")
         if self.model is None and self.embeddings is None and not self.compare:
             raise UsageError("nothing to do: give --model, --embeddings, or --compare with finished runs")
         if self.embeddings is not None:
-            for name in ("model", "pretrained", "data", "split", "distractors", "bank_split"):
+            for name in ("model", "pretrained", "data", "split", "distractors", "bank_split", "zeroshot_data"):
                 if getattr(self, name) not in (None, SCENES):
                     raise UsageError(
                         f"--embeddings {one_line(self.embeddings)} with --{name.replace('_', '-')}: saved "

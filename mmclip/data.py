@@ -21,6 +21,7 @@ from mmclip.errors import UsageError, one_line
 from mmclip.image_text import BadSample, CaptionTruth, ImageTextData, ImageTruth
 from mmclip.tarindex import Sample, index_shard
 
+_HOLDOUT = re.compile(r"(.*)\[holdout (\d{1,18})\]")  # as ImageTextData.holdout names it
 MAX_SHARDS = 1_000_000  # more is a slip in a pattern
 FORMS = (
     "a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or ROOT/SPLIT), a CSV, "
@@ -39,7 +40,14 @@ def open_data(
 ) -> ImageTextData:
     """Open training ("train") or evaluation ("eval") data. Errors: UsageError, one line, for every fault of the whole;
     faults of single samples are in ``skipped``.
+
+    A split may be the images that a run held out, as it names them: ``train[holdout 1000]``, the last 1,000 of train.
     """
+    if held := _HOLDOUT.fullmatch(split or ""):
+        whole = open_data(source, held[1] or None, purpose, dataset_type, img_key, caption_key, separator)
+        if not 0 < int(held[2]) <= len(whole):
+            raise UsageError(f"{one_line(source)} [{one_line(split, 60)}]: of {len(whole)} images")
+        return whole.holdout(int(held[2]))[1]
     if not source.strip():
         raise UsageError(f"{source!r}: no data named; valid: {FORMS}")
     path = builtin_folder(source) or Path(source)
@@ -135,14 +143,22 @@ def builtin_folder(source: str) -> Path | None:
     """
     if not source.startswith("builtin:"):
         return None
+    from mmclip.scene_classes import CLASSES
     from mmclip.scenes import VARIANTS, build_scenes
 
     variant = source.removeprefix("builtin:")
+    if variant == CLASSES:
+        raise UsageError(f"{source}: pictures of classes, without captions: they are for --zeroshot-data")
     if variant not in VARIANTS:
         raise UsageError(
             f"{one_line(source)}: unknown built-in data; valid: " + ", ".join(f"builtin:{v}" for v in VARIANTS)
         )
-    return build_scenes(Path(os.environ.get("MMCLIP_DATA", "data")), variant)
+    return build_scenes(builtin_root(), variant)
+
+
+def builtin_root() -> Path:
+    """Where built-in data are drawn."""
+    return Path(os.environ.get("MMCLIP_DATA", "data"))
 
 
 def shards_of(folder: Path) -> list[Path]:

@@ -22,28 +22,63 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
     """(training data, evaluation data or None, the evaluation data's own distractors, if any).
 
     Without --val-data the evaluation data are another split (test, else val) of the training data's folder, where it
-    has one. Errors: UsageError.
+    has one; with --val-holdout they are the last of the training images. Errors: UsageError.
     """
     data = _open(settings, settings.train_data, settings.train_split, "train")
+    val: ImageTextData | None = None
+    distractors: Named = {}
+    if settings.val_holdout is not None:
+        data, val = _hold_out(settings, data, settings.val_holdout)
+    elif settings.val_data is not None:
+        if settings.val_data != "none":
+            val = _open(settings, settings.val_data, settings.val_split, "eval")
+            distractors = _distractors(settings, settings.val_data)
+    else:
+        root = builtin_folder(settings.train_data) or Path(settings.train_data)
+        found = find_split(root, settings.val_split, "eval") if is_folder(root) else None
+        if found is not None and found.name != data.split:
+            val = _open(settings, settings.train_data, found.name, "eval")
+            distractors = _distractors(settings, settings.train_data)
+    if val is None and (settings.zeroshot_data is not None or settings.measure_start):
+        asked = "--measure-start" if settings.measure_start else "--zeroshot-data"
+        raise UsageError(
+            f"{asked}: its numbers are those of an evaluation, and {one_line(data.path)} has no evaluation split: give "
+            "--val-data or --val-holdout"
+        )
+    return _trained_on(settings, data), val, distractors
+
+
+def _hold_out(settings: TrainSettings, data: ImageTextData, n: int) -> tuple[ImageTextData, ImageTextData]:
+    batch = settings.batch_size * settings.accum_freq
+    if len(data) - n < batch:
+        raise UsageError(
+            f"--val-holdout {n}: of the {len(data)} images of {one_line(data.path)} it leaves {max(len(data) - n, 0)} "
+            f"to train on, less than a batch of {batch}"
+        )
+    return data.holdout(n)
+
+
+def _trained_on(settings: TrainSettings, data: ImageTextData) -> ImageTextData:
+    """What --train-num-samples, --train-fraction and --permute-pairs leave of the training data, and make of it."""
     if settings.train_num_samples is not None:
         if settings.train_num_samples > len(data):
             raise UsageError(
                 f"--train-num-samples {settings.train_num_samples}: {one_line(data.path)} holds only {len(data)} images"
             )
         data = data.subset(range(settings.train_num_samples))
-    if settings.val_data == "none":
-        return data, None, {}
-    if settings.val_data is not None:
-        return (
-            data,
-            _open(settings, settings.val_data, settings.val_split, "eval"),
-            _distractors(settings, settings.val_data),
-        )
-    root = builtin_folder(settings.train_data) or Path(settings.train_data)
-    found = find_split(root, settings.val_split, "eval") if is_folder(root) else None
-    if found is None or found.name == data.split:
-        return data, None, {}
-    return data, _open(settings, settings.train_data, found.name, "eval"), _distractors(settings, settings.train_data)
+    if settings.train_fraction is not None:
+        n, batch = round(settings.train_fraction * len(data)), settings.batch_size * settings.accum_freq
+        if n < batch:
+            raise UsageError(
+                f"--train-fraction {settings.train_fraction:g}: {n} of the {len(data)} images of "
+                f"{one_line(data.path)}, less than a batch of {batch}"
+            )
+        data = data.subset(range(n))
+    if settings.permute_pairs:
+        if len(data) < 2:
+            raise UsageError(f"--permute-pairs: {len(data)} image: there is no other one to take captions from")
+        data = data.permute(settings.seed)
+    return data
 
 
 def open_evaluation(settings: EncodeSettings) -> tuple[ImageTextData, Named]:

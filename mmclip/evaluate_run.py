@@ -23,7 +23,7 @@ from mmclip.distractors import parse_distractors
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
-from mmclip.finish import evaluate_source, evaluate_with_bar, print_report
+from mmclip.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
 from mmclip.model_names import WEIGHT_SUFFIXES
 from mmclip.results import Results, save_results
 from mmclip.runs import load_run, load_runs
@@ -31,6 +31,7 @@ from mmclip.saved_embeddings import load_embeddings
 from mmclip.similarity import Direction
 from mmclip.sources import Source
 from mmclip.tables import print_comparison, print_run
+from mmclip.zero_shot import ZeroShot, open_classes
 
 
 def evaluate_model(settings: EvaluateSettings) -> None:
@@ -74,6 +75,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     kinds, _ = parse_distractors(settings.distractors or [])
     data, distractors = open_evaluation(settings)
     bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
+    classes = open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data else None
     extra = "".join(f" and {len(d):,} {one_line(name, 60)}" for name, d in distractors.items())
     print(
         f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]{extra}",
@@ -101,6 +103,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
             "weights": "random" if model.loaded_scale is None else "loaded",
             "versions": facts.versions(),
         },
+        classes=ZeroShot.open(classes, model, runner) if classes else None,
         bank=bank,
         **_how(settings),
     )
@@ -158,6 +161,7 @@ def make_runner(settings: EncodeSettings, device: torch.device) -> Runner:
 
 def _report(settings: EvaluateSettings, results: Results, name: str, where: Path) -> Results:
     print_run(results, name, groups=True)
+    print_zero_shot(results)
     if isinstance(settings, DiagnoseSettings):
         print_diagnostics(results, name)
     print(f"results: {one_line(save_results(results, where))}")
@@ -184,7 +188,7 @@ def _flat(name: str) -> str:
 def _default_output(run: Path | None, model: str, data: str, split: str) -> Path:
     """Never the run's own results.json, which may be of other data."""
     parent = run / "evaluations" if run else Path("logs") / "evaluations" / _flat(model)
-    return parent / f"{Path(data).resolve().name}-{split}".strip("-")
+    return parent / _flat(f"{Path(data).resolve().name}-{split}")
 
 
 def run_folder(model: str) -> Path | None:

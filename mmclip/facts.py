@@ -23,7 +23,7 @@ def trained_with(loss: ContrastiveLoss, loss_name: str) -> dict[str, Any]:
     """Loss, lambda, normalization, exponents by role and scale by direction, as plain values.
 
     ``logit_scale_*`` is alpha (not its logarithm); ``effective_scale`` belongs to the direction that ``logit_scale``
-    of the export belongs to. A direction that was not trained has no scale of its own: None.
+    of the export belongs to. A direction that was not trained, or has not seen a batch, has no scale of its own: None.
     """
     similarity = loss.similarity
     gamma_q, gamma_d = (float(g) for g in similarity.exponents)
@@ -34,12 +34,13 @@ def trained_with(loss: ContrastiveLoss, loss_name: str) -> dict[str, Any]:
         "gamma_q": gamma_q,
         "gamma_d": gamma_d,
         "positives": loss.positives.value,
-        "effective_scale": similarity.effective_scale(main_direction(loss)),
+        "effective_scale": None,
     }
     for direction, weight in loss.weights.items():
-        trained = weight > 0
+        trained = weight > 0 and similarity.is_calibrated(direction)
         facts[f"logit_scale_{direction.value}"] = float(similarity.scale(direction)) if trained else None
         facts[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction) if trained else None
+    facts["effective_scale"] = facts[f"effective_scale_{main_direction(loss).value}"]
     return facts
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -65,6 +67,22 @@ def lock_folder(folder: Path) -> TextIO | None:
         file.close()
         return None
     return file
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, waiting: str) -> Iterator[None]:
+    """One process at a time is inside for a folder; where another one is, ``waiting`` is said and it is waited for.
+
+    Where the file system knows no locks nobody waits.
+    """
+    with open(folder / ".lock", "w", encoding="utf-8") as file:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                print(waiting, file=sys.stderr, flush=True)
+                fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def free_bytes(folder: Path) -> int:

@@ -24,21 +24,26 @@ from mmclip.similarity import CLIP_DIRECTIONS, Exponents
 from mmclip.skipped import told
 from mmclip.tables import print_comparison, print_run
 from mmclip.training import Trainer
+from mmclip.zero_shot import ZeroShot, told_zero_shot
 
 
-def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
-    """Write ``model/``, evaluate, write results.json and per_query.npz, print the tables, ``others`` (finished runs by
-    name) beside this one's. Rank 0 only."""
-    settings, loss = trainer.settings, trainer.loss
-    trained = facts.trained_with(loss, settings.loss)
+def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | None = None) -> Results | None:
+    """Write ``model/``, evaluate, also on ``classes``, write results.json and per_query.npz, print the tables,
+    ``others`` (finished runs by name) beside this one's. Rank 0 only."""
+    settings, loss, data = trainer.settings, trainer.loss, trainer.source.data
+    trained = {
+        **facts.trained_with(loss, settings.loss),
+        "data": {
+            "path": data.path,
+            "split": data.split,
+            "key": trainer.fingerprints["data"],
+            "n_images": len(data),
+            "permuted_pairs": data.permuted,
+        },
+    }
     about = {
         **trained,
         "model": settings.model,
-        "data": {
-            "path": trainer.source.data.path,
-            "split": trainer.source.data.split,
-            "key": trainer.fingerprints["data"],
-        },
         "steps": trainer.step,
         "seed": settings.seed,
         "versions": facts.versions(),
@@ -58,6 +63,7 @@ def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
         trainer.runner,
         trained,
         {"model": settings.model, "seed": settings.seed, "versions": facts.versions()},
+        classes=classes,
         bank=draw_bank(trainer.source, sorted(sides), settings.bank_size, trainer.model, trainer.runner, settings.seed),
         seed=settings.seed,
     )
@@ -74,6 +80,7 @@ def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
     save_results(results, trainer.folder)
     name = trainer.folder.name
     print_run(results, name)
+    print_zero_shot(results)
     if others:
         print_comparison({name: results, **others})
     print(f"results: {one_line(trainer.folder / 'results.json')}")
@@ -82,6 +89,11 @@ def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
     if settings.strict and trainer.told:
         raise UsageError(f"alarm (--strict): {trainer.told[0].text}")
     return results
+
+
+def print_zero_shot(results: Results) -> None:
+    if "zero_shot" in results.json:
+        print(told_zero_shot(results.json["zero_shot"]))
 
 
 def print_report(name: str, folder: Path) -> None:
@@ -101,10 +113,11 @@ def evaluate_source(
     trained: Mapping[str, Any],
     about: Mapping[str, Any],
     *,
+    classes: ZeroShot | None = None,
     seed: int = 0,
     **how: Any,
 ) -> Results:
-    """Encode an evaluation set once and evaluate it.
+    """Encode an evaluation set once and evaluate it; ``classes`` are classified, too.
 
     trained: mmclip.json, or {} for a plain CLIP. about: what else results.json says. seed, how: of ``evaluate``.
     """
@@ -117,9 +130,14 @@ def evaluate_source(
         "trained_with": dict(trained),
         **about,
     }
+    native = native_exponents(trained)
+    if classes is not None:
+        known["zero_shot"] = classes.measure(model, runner, native, seed)
+        if skipped := known["zero_shot"]["skipped"]:
+            print(f"zero-shot data: {told(skipped)}", file=sys.stderr)
     return evaluate_with_bar(
         data,
-        native_exponents(trained),
+        native,
         known,
         scales=trained_scales(trained, model.loaded_scale),
         seed=seed,

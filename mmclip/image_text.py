@@ -7,6 +7,7 @@ with any number of workers, and exact resumption plain index arithmetic.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mmclip.errors import one_line
@@ -56,12 +58,23 @@ class ImageTruth:
     captions: list[CaptionTruth]
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where the rows of a part came from: ``whole``, the data as they were opened, and there the row of each image's
+    picture, and of each caption, counted through all images."""
+
+    whole: ImageTextData
+    pictures: list[int]
+    texts: list[int]
+
+
 @dataclass
 class ImageTextData:
     """N images with at least one caption each.
 
     keys [N]; captions [N] lists; places [N]: (file, offset, size) of a picture, offset -1 for a file of its own;
-    truth [N] or None; skipped: samples left out when the data were opened.
+    truth [N] or None; skipped: samples left out when the data were opened; part_of: None for data as they were opened;
+    permuted: whether each image has another one's captions.
     """
 
     path: str
@@ -71,6 +84,8 @@ class ImageTextData:
     places: list[tuple[str, int, int]]
     truth: list[ImageTruth] | None = None
     skipped: list[BadSample] = field(default_factory=list)
+    part_of: Origin | None = field(default=None, repr=False)
+    permuted: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -108,16 +123,52 @@ class ImageTextData:
 
     def subset(self, rows: Sequence[int]) -> ImageTextData:
         """The data of some rows, in their order."""
-        truth = [self.truth[r] for r in rows] if self.truth is not None else None
-        return ImageTextData(
-            self.path,
-            self.split,
-            [self.keys[r] for r in rows],
-            [self.captions[r] for r in rows],
-            [self.places[r] for r in rows],
-            truth,
-            self.skipped,
+        return self._taken(rows, rows)
+
+    def holdout(self, n: int) -> tuple[ImageTextData, ImageTextData]:
+        """(all images but the last ``n``, those, under a name that ``open_data`` takes for a split)."""
+        kept = len(self) - n
+        held = dataclasses.replace(self.subset(range(kept, len(self))), skipped=[])
+        held.split = f"{self.split}[holdout {n}]"
+        return self.subset(range(kept)), held
+
+    def permute(self, seed: int) -> ImageTextData:
+        """The same pictures, each with the captions of another one: the pairs say nothing, all else is as it was.
+
+        Which one is drawn evenly from all orders that leave no image its own captions. What is known of relevance does
+        not hold any more and is left out. Errors: ValueError for a single image.
+        """
+        n = len(self)
+        if n < 2:
+            raise ValueError(f"{n} images: there is no other one to take captions from")
+        rng = np.random.default_rng([seed, 4])
+        while ((giver := rng.permutation(n)) == np.arange(n)).any():  # e draws on average
+            pass
+        found = self._taken(range(n), giver.tolist())
+        return dataclasses.replace(found, split=f"{self.split} (pairs permuted)", truth=None, permuted=True)
+
+    def _taken(self, pictures: Sequence[int], givers: Sequence[int]) -> ImageTextData:
+        """Pictures of some rows, with the captions of others, as many."""
+        origin = self.origin()
+        counts = [len(c) for c in self.captions]
+        first = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        return dataclasses.replace(
+            self,
+            keys=[self.keys[r] for r in pictures],
+            captions=[self.captions[r] for r in givers],
+            places=[self.places[r] for r in pictures],
+            truth=[self.truth[r] for r in pictures] if self.truth is not None else None,
+            part_of=Origin(
+                origin.whole,
+                [origin.pictures[r] for r in pictures],
+                [origin.texts[t] for r in givers for t in range(first[r], first[r] + counts[r])],
+            ),
         )
+
+    def origin(self) -> Origin:
+        """Where the rows came from; data as they were opened are their own whole."""
+        every = range(sum(len(c) for c in self.captions))
+        return self.part_of or Origin(self, list(range(len(self))), list(every))
 
     def fingerprint(self) -> str:
         """16 hex digits of keys, captions, picture sizes and last bytes: the same for a copy elsewhere, another for

@@ -76,8 +76,8 @@ def save_results(results: Results, folder: str | Path) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     document, items = (
-        _json_text(results.json, indent=1),
-        _json_text(results.items),
+        json_text(results.json, indent=1),
+        json_text(results.items),
     )  # what cannot be written replaces none
 
     def write(partial: Path) -> None:
@@ -90,7 +90,8 @@ def save_results(results: Results, folder: str | Path) -> Path:
     return folder / RESULTS_FILE
 
 
-def _json_text(content: Json, indent: int | None = None) -> str:
+def json_text(content: Json, indent: int | None = None) -> str:
+    """A document as it is written. Errors: ValueError for NaN or infinity."""
     text = json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode() + "\n"  # a name that is not UTF-8: JSON escapes it alike
 

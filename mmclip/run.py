@@ -25,8 +25,10 @@ from mmclip.loader import steps_per_epoch
 from mmclip.runs import load_runs
 from mmclip.skipped import Skipped, by_key, told
 from mmclip.sources import Source
+from mmclip.start import measure_start
 from mmclip.step import seed_of
 from mmclip.training import Trainer
+from mmclip.zero_shot import ZeroShot, open_classes
 
 
 def run_name(settings: TrainSettings) -> str:
@@ -63,6 +65,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     others = load_runs(settings.compare or [])  # a run that cannot be compared is told now, not after the training
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
+    classes = open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data else None
     # both refuse before a model loads
     Skipped(settings.max_bad_samples, by_key(data.skipped))
     steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
@@ -94,6 +97,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     cache_dir = Path(settings.cache_dir) if settings.cache_features else None
     source = Source.open(data, model, runner, cache_dir, "training")
     val_source = EvalSource.open(val_data, distractors, model, runner, cache_dir) if val_data else None
+    zero_shot = ZeroShot.open(classes, model, runner, cache_dir) if classes else None
     trainer = Trainer(settings, folder, model, source, val_source, runner)
     if checkpoint:
         trainer.resume(state, checkpoint)
@@ -101,6 +105,8 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     if rank == 0:
         write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
         _introduce(trainer)
+    if settings.measure_start:
+        measure_start(trainer, zero_shot)
     signum = trainer.train()
     if signum:
         if rank == 0:
@@ -111,7 +117,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
             )
         raise SystemExit(128 + signum)
     if rank == 0:
-        finish(trainer, others)
+        finish(trainer, others, zero_shot)
     distributed.barrier()
     return folder
 
@@ -131,6 +137,8 @@ def _introduce(trainer: Trainer) -> None:
     print(f"{settings.loss} loss, {settings.norm} normalization -> {one_line(trainer.folder)}", file=sys.stderr)
     evaluated = f"evaluation on {_named(val)}" if val else "no evaluation data"
     print(f"{_named(data)}, {trainer.batches.left_out} left out an epoch; {evaluated}", file=sys.stderr)
+    if data.permuted:
+        print("warning: the pairs are permuted (--permute-pairs): nothing true can be learned", file=sys.stderr)
     if trainer.skipped.why:
         print(told(trainer.skipped.why), file=sys.stderr)
     if trainer.step:

@@ -86,15 +86,20 @@ def build_scenes(root: Path, variant: str = "scenes", seed: int = 0, sizes: Scen
         raise UsageError(f"scene variant {variant!r}; valid: {', '.join(VARIANTS)}")
     if seed < 0:
         raise UsageError(f"scene seed {seed}; valid: 0 or more")
-    target = Path(root) / variant
     marker = {"generator": GENERATOR_VERSION, "variant": variant, "seed": seed, "sizes": asdict(sizes)}
+    return build_folder(Path(root) / variant, marker, lambda folder: _write_all(folder, variant, seed, sizes))
+
+
+def build_folder(target: Path, marker: object, write: Callable[[Path], None]) -> Path:
+    """``target``, made by ``write`` unless a build with this marker is there already. Errors: UsageError for a folder
+    there that is no build of scenes."""
     if _read_marker(target) == marker:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)
-    partial = Path(tempfile.mkdtemp(prefix=f".{variant}-", suffix=".partial", dir=target.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
     try:
-        _write_all(partial, variant, seed, sizes)
+        write(partial)
         (partial / _MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp's folders are private
         _put_in_place(partial, target, marker)
@@ -166,13 +171,18 @@ def _write_split(folder: Path, samples: list[Sample], seed: list[int], advance: 
         with tarfile.open(folder / f"{shard}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             for i in range(shard * _SHARD, min((shard + 1) * _SHARD, len(samples))):
                 for extension, content in _files(samples[i], np.random.default_rng([*seed, i])):
-                    info = tarfile.TarInfo(f"{_key(folder.name, i)}.{extension}")  # mtime 0, no owner: same bytes
-                    info.size, info.mode = len(content), 0o644
-                    tar.addfile(info, io.BytesIO(content))
+                    add_file(tar, f"{_key(folder.name, i)}.{extension}", content)
                 advance()
     (folder / "nshards.txt").write_text(f"{n_shards}\n", encoding="utf-8")
     lines = [json.dumps(line) + "\n" for line in _truth(folder.name, samples)]
     (folder / "truth.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    """A member without a time and an owner: the same content gives the same bytes."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), 0o644
+    tar.addfile(info, io.BytesIO(content))
 
 
 def _key(split: str, i: int) -> str:

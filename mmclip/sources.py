@@ -30,24 +30,36 @@ class Source:
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def open(cls, data: ImageTextData, model: Model, runner: Runner, cache_dir: Path | None, label: str) -> Source:
-        """``data`` as it is, or, with a ``cache_dir``, with the outputs of every locked trunk.
+    def open(
+        cls,
+        data: ImageTextData,
+        model: Model,
+        runner: Runner,
+        cache_dir: Path | None,
+        label: str,
+        sides: Sequence[str] = ("image", "text"),
+    ) -> Source:
+        """``data`` as it is, or, with a ``cache_dir``, with the outputs of every locked trunk of ``sides``.
 
-        Images that a trunk could not be given are left out of the data. Under torchrun rank 0 fills the cache.
+        The cache is that of the whole data set, however small a part ``data`` is. Images that a trunk could not be
+        given are left out of the data. Under torchrun rank 0 fills the cache.
         """
         source = cls(data, skipped=by_key(data.skipped))
         if cache_dir is None:
             return source
-        for side in [s for s, locked in model.towers.locked.items() if locked]:
+        for side in [s for s, locked in model.towers.locked.items() if locked and s in sides]:
+            origin = source.data.origin()
             if distributed.world()[0] != 0:
                 distributed.barrier()
-            features, bad = cached_trunk(side, model, source.data, cache_dir, runner, f"{label}: {side} trunk")
+            rows = origin.pictures if side == "image" else origin.texts
+            features, bad = cached_trunk(side, model, origin.whole, cache_dir, runner, f"{label}: {side} trunk", rows)
             if distributed.world()[0] == 0:
                 distributed.barrier()
             source.cached[side] = features
             if bad:
-                source.skipped |= {source.data.keys[row]: why for row, why in bad.items()}
-                kept = [row for row in range(len(source.data)) if row not in bad]
+                lost = [row for row, picture in enumerate(origin.pictures) if picture in bad]
+                source.skipped |= {source.data.keys[row]: bad[origin.pictures[row]] for row in lost}
+                kept = sorted(set(range(len(source.data))) - set(lost))
                 source.cached[side] = features[kept]
                 source.data = source.data.subset(kept)
         return source

@@ -19,7 +19,8 @@ _PADDING = 1 << 20  # looked through behind a tar's end: writers pad to 10 KB, s
 
 @dataclass
 class Sample:
-    """A key of a shard: its picture's offset and size there, and its captions' bytes; either may be missing."""
+    """A key of a shard: its picture's offset and size there, and its captions' (or label's) bytes; either may be
+    missing."""
 
     key: str
     shard: str
@@ -44,8 +45,8 @@ class _Member(tarfile.TarInfo):
         return super()._proc_member(tar)  # type: ignore[misc]
 
 
-def index_shard(path: Path) -> list[Sample]:
-    """The samples of a tar in the order of their first members.
+def index_shard(path: Path, text: str = "txt") -> list[Sample]:
+    """The samples of a tar in the order of their first members. ``text``: how names of captions, or labels, end.
 
     A member's key is its path up to the first dot of its name, as webdataset has it. A link, a device, a sparse file,
     an absolute path or '..' is a fault of its sample. Of a key's second picture or caption file the
@@ -75,7 +76,7 @@ def index_shard(path: Path) -> list[Sample]:
                         f"of a file of {size:,}"
                     )
                 if not member.isdir():
-                    _add_member(samples, repeated, tar, member, str(path))
+                    _add_member(samples, repeated, tar, member, str(path), text)
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
@@ -109,17 +110,23 @@ def _packed(path: Path) -> str:
 
 
 def _add_member(
-    samples: dict[str, Sample], repeated: dict[str, Sample], tar: tarfile.TarFile, member: tarfile.TarInfo, shard: str
+    samples: dict[str, Sample],
+    repeated: dict[str, Sample],
+    tar: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    shard: str,
+    text: str,
 ) -> None:
     name = PurePosixPath(member.name)
     stem, _, suffix = name.name.partition(".")
     suffix = suffix.lower()
-    if not suffix or suffix not in (*IMAGE_SUFFIXES, "txt"):
+    if not suffix or suffix not in (*IMAGE_SUFFIXES, text):
         return
     key = str(name.with_name(stem)) if stem else member.name
     sample = samples.setdefault(key, Sample(key, shard))
-    if (suffix == "txt" and sample.text is not None) or (suffix != "txt" and sample.image is not None):
-        what = "caption file" if suffix == "txt" else "picture"
+    told = "caption file" if text == "txt" else "label"
+    if (suffix == text and sample.text is not None) or (suffix != text and sample.image is not None):
+        what = told if suffix == text else "picture"
         fault = f"a duplicate key, two {what}s: the first one is kept"
         repeated.setdefault(key, Sample(key, shard, fault=fault))
     elif not member.name.isascii() and any("\ud800" <= c <= "\udfff" for c in member.name):
@@ -128,9 +135,9 @@ def _add_member(
         sample.fault = f"its member {one_line(member.name, 80)} leaves the archive's folder"
     elif not member.isreg() or member.issparse():
         sample.fault = f"its member {one_line(member.name, 80)} is a link, a device or a sparse file, not a plain one"
-    elif suffix == "txt":
+    elif suffix == text:
         if member.size > MAX_CAPTION_BYTES:
-            sample.fault = f"a caption file of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"
+            sample.fault = f"a {told} of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"
         else:
             file = tar.extractfile(member)
             sample.text = file.read() if file else b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmclip.build import Model
 from mmclip.embeddings import Runner
-from mmclip.errors import UsageError
-from mmclip.files import require_space, write_atomically
+from mmclip.errors import UsageError, one_line
+from mmclip.files import alone_in, require_space, write_atomically
 from mmclip.image_text import ImageTextData
 
 PART_ROWS = {"image": 512, "text": 4096}
@@ -37,12 +37,20 @@ def cache_key(side: str, model: Model, data: ImageTextData) -> str:
 
 
 def cached_trunk(
-    side: str, model: Model, data: ImageTextData, folder: Path, runner: Runner, label: str
+    side: str,
+    model: Model,
+    data: ImageTextData,
+    folder: Path,
+    runner: Runner,
+    label: str,
+    rows: Sequence[int] | None = None,
 ) -> tuple[Tensor, dict[int, str]]:
-    """A trunk's outputs over a data set, from the cache where they are there: ([rows, W] float32, {row: why}).
+    """A trunk's outputs over a data set, or over some of its rows in their order, from the cache where they are there:
+    ([rows, W] float32, {row: why}).
 
     Rows are images for side "image" and captions, in the order of the images, for side "text". An image that cannot
-    be read leaves a row of NaN and its reason. Parts already on disk are not computed again.
+    be read leaves a row of NaN and its reason. Parts already on disk are not computed again, and those that hold none
+    of the ``rows`` not at all. Two processes that need the same parts wait for each other.
     """
     captions = [c for image in data.captions for c in image]
     total = len(data) if side == "image" else len(captions)
@@ -52,51 +60,70 @@ def cached_trunk(
     except OSError as error:
         raise UsageError(f"--cache-dir {folder}: cannot be written: {error.strerror}") from None
     model.towers.eval()
-    features: list[Tensor] = []
-    bad: dict[int, str] = {}
     size = PART_ROWS[side]
-    missing = sum(not _part(place, start, size).is_file() for start in range(0, total, size))
-    if missing:
-        row = 4 * _width(side, model, runner)
-        require_space(
-            place, missing * size * row, min(size, total) * row, f"caching {label}", "name another --cache-dir"
-        )
-    for start in range(0, total, size):
-        rows = range(start, min(start + size, total))
-        path = _part(place, start, size)
+    needed = sorted({row // size for row in (range(total) if rows is None else rows)})
 
-        def run(rows: range = rows) -> tuple[Tensor, dict[int, str]]:
-            note = f"{label} ({rows.start // size + 1}/{-(-total // size)})"
-            if side == "image":
-                return runner.images(lambda x: model.towers.trunk("image", x), data, model.transform(), rows, note)
-            part = captions[rows.start : rows.stop]
-            return runner.texts(lambda t: model.towers.trunk("text", t), part, model.tokenize, note), {}
+    def rows_of(part: int) -> range:
+        return range(part * size, min((part + 1) * size, total))
 
-        part, part_bad = _load_or_run(path, len(rows), run)
-        features.append(part)
-        bad |= part_bad
-    return torch.cat(features), bad
+    def run(part: int) -> tuple[Tensor, dict[int, str]]:
+        own, note = rows_of(part), f"{label} ({part + 1}/{-(-total // size)})"
+        if side == "image":
+            return runner.images(lambda x: model.towers.trunk("image", x), data, model.transform(), own, note)
+        texts = captions[own.start : own.stop]
+        return runner.texts(lambda t: model.towers.trunk("text", t), texts, model.tokenize, note), {}
+
+    found: dict[int, tuple[Tensor, dict[int, str]]] = {}
+
+    def missing() -> list[int]:
+        for part in needed:
+            if part not in found and (there := _load(_path(place, part), len(rows_of(part)))) is not None:
+                found[part] = there
+        return [part for part in needed if part not in found]
+
+    if missing():
+        with alone_in(place, f"{label}: waiting for another process that fills {one_line(place)}"):
+            left = missing()
+            if left:
+                row = 4 * _width(side, model, runner)
+                require_space(
+                    place,
+                    len(left) * size * row,
+                    min(size, total) * row,
+                    f"caching {label}",
+                    "name another --cache-dir",
+                )
+            for part in left:
+                found[part] = run(part)
+                _save(_path(place, part), *found[part])
+    features = torch.cat([found[part][0] for part in needed])
+    bad = {row: why for _, part_bad in found.values() for row, why in part_bad.items()}
+    if rows is None:
+        return features, bad
+    place_of = {row: i for i, row in enumerate(r for part in needed for r in rows_of(part))}
+    return features[[place_of[row] for row in rows]], {row: bad[row] for row in rows if row in bad}
 
 
-def _part(place: Path, start: int, size: int) -> Path:
-    return place / f"part-{start // size:05d}.safetensors"
+def _path(place: Path, part: int) -> Path:
+    return place / f"part-{part:05d}.safetensors"
+
+
+def _load(path: Path, rows: int) -> tuple[Tensor, dict[int, str]] | None:
+    """A part's rows and the reasons of the bad ones; None where it is not there, or is not of ``rows`` rows."""
+    reasons = path.with_suffix(".json")
+    if path.is_file() and reasons.is_file():
+        features = load_file(str(path))["features"]
+        if len(features) == rows:
+            return features, {int(k): str(v) for k, v in json.loads(reasons.read_text(encoding="utf-8")).items()}
+    return None
+
+
+def _save(path: Path, features: Tensor, bad: dict[int, str]) -> None:
+    write_atomically(path.with_suffix(".json"), lambda p: p.write_text(json.dumps(bad), encoding="utf-8"), ADVICE)
+    write_atomically(path, lambda p: save_file({"features": features}, str(p)), ADVICE)  # last: it makes the part count
 
 
 def _width(side: str, model: Model, runner: Runner) -> int:
     """Numbers that a trunk gives for one input."""
     one = model.transform()(Image.new("RGB", (64, 64)))[None] if side == "image" else model.tokenize(["a"])
     return model.towers.trunk(side, one.to(runner.device)).shape[1]
-
-
-def _load_or_run(
-    path: Path, rows: int, run: Callable[[], tuple[Tensor, dict[int, str]]]
-) -> tuple[Tensor, dict[int, str]]:
-    reasons = path.with_suffix(".json")
-    if path.is_file() and reasons.is_file():
-        features = load_file(str(path))["features"]
-        if len(features) == rows:
-            return features, {int(k): str(v) for k, v in json.loads(reasons.read_text(encoding="utf-8")).items()}
-    features, bad = run()
-    write_atomically(reasons, lambda p: p.write_text(json.dumps(bad), encoding="utf-8"), ADVICE)
-    write_atomically(path, lambda p: save_file({"features": features}, str(p)), ADVICE)  # last: it makes the part count
-    return features, bad
