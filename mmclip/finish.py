@@ -30,7 +30,7 @@ def finish(trainer: Trainer, others: dict[str, Results]) -> Results | None:
     """Write ``model/``, evaluate, write results.json and per_query.npz, print the tables, ``others`` (finished runs by
     name) beside this one's. Rank 0 only."""
     settings, loss = trainer.settings, trainer.loss
-    trained = facts.trained_with(loss, settings.loss)
+    trained = facts.trained_with(loss, settings, trainer.model.initial)
     about = {
         **trained,
         "model": settings.model,
