@@ -30,7 +30,8 @@ class Alarms:
     """The rules with what they remember.
 
     batch: pairs that the loss of a step sees; weights: of the trained directions by name ("i2t", "t2i"); n_images and
-    n_texts: of the validation data (0 where there are none); raised: names of alarms that are told already.
+    n_texts: of the validation data (0 where there are none); gamma_init: of both roles, or (query's, document's);
+    raised: names of alarms that are told already.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Alarms:
         batch: int,
         weights: Mapping[str, float],
         learned: bool,
-        gamma_init: float,
+        gamma_init: float | tuple[float, float],
         scale_max: float,
         warmup: int,
         total_steps: int,
@@ -49,7 +50,9 @@ class Alarms:
     ) -> None:
         self.chance_loss = math.log(max(batch, 2))
         self.trained = [d for d, w in weights.items() if w > 0]
-        self.learned, self.gamma_init, self.scale_max = learned, gamma_init, scale_max
+        self.learned, self.scale_max = learned, scale_max
+        both = gamma_init if isinstance(gamma_init, tuple) else (gamma_init, gamma_init)
+        self.gamma_init = dict(zip(("q", "d"), both, strict=True))
         self.warmup, self.total_steps = warmup, total_steps
         self.queries = {"i2t": n_images, "t2i": n_texts}
         self.chance = 1 / max(n_images, 1)  # of a random candidate being relevant, in both directions
@@ -107,7 +110,7 @@ class Alarms:
                 f"{told}: so near its end that it hardly moves any more. The run is all but one with a fixed "
                 "normalization (--norm): train that one, or lower --gamma-lr, or move --gamma-init",
             )
-        if step >= self.total_steps / 2 and all(abs(g - self.gamma_init) < UNMOVED for g in gammas.values()):
+        if step >= self.total_steps / 2 and all(abs(g - self.gamma_init[r]) < UNMOVED for r, g in gammas.items()):
             yield Alarm(
                 "gamma_unmoved",
                 f"after half of the run both gammas stand where they started ({gammas['q']:.3f}, {gammas['d']:.3f}): "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmclip.config_files import nearest
 from mmclip.errors import UsageError, one_line
-from mmclip.model_names import check_model, check_sizes, read_facts, read_model_config, refuse_coca
+from mmclip.model_names import WEIGHT_FILES, check_model, check_sizes, read_facts, read_model_config, refuse_coca
 from mmclip.towers import Towers
 
 
@@ -54,7 +54,8 @@ class Model:
     """Towers with what feeds them.
 
     preprocess_cfg is open_clip's (size, mean, std, interpolation, resize_mode); loaded_scale is exp(logit_scale) of a
-    loaded CLIP checkpoint, None for random or trunk-only weights; facts is an mmclip export's mmclip.json, else {}.
+    loaded CLIP checkpoint, None for random or trunk-only weights; facts is an mmclip export's mmclip.json, else {};
+    initial says which run --init-from took it from (facts.initial), else {}.
     """
 
     towers: Towers
@@ -62,6 +63,7 @@ class Model:
     tokenize: Tokenizer
     loaded_scale: float | None
     facts: dict[str, Any]
+    initial: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def transform(self, train: bool = False, aug_cfg: dict[str, Any] | None = None) -> Callable[[Any], Tensor]:
         """open_clip's image transform: PIL image -> [3, H, W]; ``aug_cfg`` {'none': 1} trains without augmentation."""
@@ -207,11 +209,7 @@ def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder:
     if pretrained:
         return Path(pretrained)
     if folder is not None:
-        for name in (
-            "open_clip_model.safetensors",
-            "open_clip_pytorch_model.safetensors",
-            "open_clip_pytorch_model.bin",
-        ):
+        for name in WEIGHT_FILES:
             if (folder / name).is_file():
                 return folder / name
         raise UsageError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mmclip.config_data import SCENES, DataSettings
-from mmclip.config_loss import LossSettings
+from mmclip.config_loss import LossSettings, steps_or_fraction
 from mmclip.errors import UsageError, one_line, require
 from mmclip.flags import flag, parse
-from mmclip.model_names import CONFIGS, check_model
+from mmclip.model_names import CONFIGS, check_model, export_folder, read_facts
 
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
 # What a run may be continued with on purpose: how it goes on, not what it is
@@ -24,19 +22,20 @@ BANK_SIZE = 2000  # items over which the zero points of a direction that was not
 MODEL, OPTIMIZATION, RUN = "model", "optimization", "run"
 
 
-def _steps_or_fraction(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value) or value < 0 or (value >= 1 and value != int(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction below 1 nor a whole number of steps")
-    return value
-
-
 @dataclasses.dataclass
 class TrainSettings(DataSettings, LossSettings):
     """Every flag of train_clip.py, named as open_clip names it wherever it has one."""
 
     model: str = flag("ViT-B-32", MODEL, "an open_clip model name, a model config JSON, or local-dir:FOLDER")
     pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file; default: random weights")
+    init_from: str | None = flag(
+        None,
+        MODEL,
+        "start from a finished run: its folder, or its model folder. Architecture, weights, transform and tokenizer "
+        "are its own, whatever --model, --image-trunk and --text-trunk or a config say; alpha is set so that its "
+        "effective scale stays, unless --logit-scale-init says another",
+        metavar="RUN",
+    )
     image_trunk: str | None = flag(None, MODEL, "weights for a timm image trunk: safetensors or .pt", metavar="FILE")
     text_trunk: str | None = flag(None, MODEL, "a Hugging Face folder for the text trunk and tokenizer", metavar="DIR")
     pretrained_image: bool = flag(False, MODEL, "load timm's own pretrained weights into a timm image trunk")
@@ -86,7 +85,7 @@ class TrainSettings(DataSettings, LossSettings):
     beta2: float = flag(0.98, OPTIMIZATION, "AdamW's second moment")
     eps: float = flag(1e-6, OPTIMIZATION, "AdamW's epsilon")
     warmup: float = flag(
-        0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=_steps_or_fraction
+        0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=steps_or_fraction
     )
     grad_clip_norm: float | None = flag(None, OPTIMIZATION, "clip the gradient's norm", type=float, metavar="X")
     precision: str = flag(
@@ -141,8 +140,22 @@ class TrainSettings(DataSettings, LossSettings):
     def __post_init__(self) -> None:
         self.check_loss()
         self.check_data()
+        self._start_from_run()
         self._check_numbers()
         self._check_combinations()
+
+    def _start_from_run(self) -> None:
+        """With --init-from, ``model`` is what that run was trained from and trunks are nobody's. Errors: UsageError."""
+        if self.init_from is None:
+            return
+        if self.pretrained is not None:
+            given = f"--pretrained {one_line(self.pretrained)} beside --init-from {one_line(self.init_from)}"
+            raise UsageError(f"{given}: both bring every weight; give one of the two")
+        folder = export_folder(self.init_from)
+        local = f"local-dir:{folder}"
+        check_model(local, None)
+        self.model = str(read_facts(folder).get("model", local))
+        self.image_trunk = self.text_trunk = None
 
     def _check_numbers(self) -> None:
         at_least_one = (
@@ -180,7 +193,8 @@ class TrainSettings(DataSettings, LossSettings):
                 f"--pretrained {one_line(self.pretrained)} beside --model {one_line(self.model)}: a "
                 "local-dir brings its own weights; give one of the two"
             )
-        check_model(self.model, self.pretrained)
+        if self.init_from is None:
+            check_model(self.model, self.pretrained)
         for path, name in ((self.image_trunk, "--image-trunk"), (self.text_trunk, "--text-trunk")):
             if path is not None and not Path(path).exists():
                 raise UsageError(f"{name} {one_line(path)}: no such file or folder")

@@ -76,10 +76,11 @@ def trained_directions(facts: Mapping[str, Any]) -> tuple[Direction, ...]:
 
     Errors: UsageError where they name no known loss.
     """
-    loss, weight = facts.get("loss"), facts.get("i2t_weight")
+    loss = facts.get("loss")
     if loss not in _TRAINED:
         raise UsageError(f"the run names the loss {one_line(loss)}; a direction needs one of: {', '.join(_TRAINED)}")
-    if loss == "sym" and weight in (0, 1):
+    weight = facts.get("i2t_weight")
+    if loss == "sym" and weight in (0, 1) and facts.get("i2t_weight_end", weight) == weight:  # and it never moved
         return (Direction.I2T,) if weight == 1 else (Direction.T2I,)
     return _TRAINED[loss]
 

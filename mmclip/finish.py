@@ -32,7 +32,7 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
     ``others`` (finished runs by name) beside this one's. Rank 0 only."""
     settings, loss, data = trainer.settings, trainer.loss, trainer.source.data
     trained = {
-        **facts.trained_with(loss, settings.loss),
+        **facts.trained_with(loss, settings, trainer.model.initial),
         "data": {
             "path": data.path,
             "split": data.split,

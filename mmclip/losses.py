@@ -5,11 +5,13 @@ For one direction (docs/math.md: "Loss"; Feng & Watanabe 2026, section 3)
     L_dir = mean_i -log softmax_j(s_ij)[i]
 
 with the documents of the global batch as candidates. The total is lambda * L_i2t + (1 - lambda) * L_t2i: ``sym`` is
-lambda = 1/2, ``asym-i2t`` lambda = 1, ``asym-t2i`` lambda = 0. Text retrieval is the one direction q2d.
+lambda = 1/2, ``asym-i2t`` lambda = 1, ``asym-t2i`` lambda = 0. Text retrieval is the one direction q2d. A focal weight
+moves the mean to queries that are not found yet, a penalty holds lengths where they began (docs/math.md: "Curriculum").
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
@@ -17,7 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmclip.similarity import SCALE_INIT, SCALE_MAX, Direction, Normalization, RoleSimilarity
+from mmclip.similarity import (
+    SCALE_INIT,
+    SCALE_MAX,
+    TINY,
+    Direction,
+    Exponents,
+    Normalization,
+    RoleSimilarity,
+    magnitude,
+)
 
 LOSS_WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # name -> lambda, the weight of i2t
 
@@ -31,10 +42,12 @@ class Positives(StrEnum):
 
 
 class LossOutput(NamedTuple):
-    """``loss`` is what to call backward on; ``by_direction`` the unweighted loss of each direction, detached."""
+    """``loss`` is what to call backward on; ``by_direction`` the unweighted loss of each direction, detached;
+    ``norm_drift`` the penalty before its weight, detached, None without one."""
 
     loss: Tensor
     by_direction: dict[Direction, Tensor]
+    norm_drift: Tensor | None = None
 
 
 def known_positives(image_id: Tensor | None, text_id: Tensor | None) -> Tensor | None:
@@ -54,10 +67,13 @@ def known_positives(image_id: Tensor | None, text_id: Tensor | None) -> Tensor |
     return known
 
 
-def contrastive_loss(scores: Tensor, positives: Tensor | None = None, policy: Positives = Positives.MASK) -> Tensor:
+def contrastive_loss(
+    scores: Tensor, positives: Tensor | None = None, policy: Positives = Positives.MASK, focal: float = 0.0
+) -> Tensor:
     """Softmax cross-entropy of each query over its candidates, where the document of query i is candidate i.
 
-    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, Q] or None -> 0-d mean.
+    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, Q] or None -> 0-d mean, in
+    which ``focal`` weighs each query by (1 - p)**focal, p the probability that the softmax gives its targets.
 
     >>> s = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     >>> float(contrastive_loss(s).exp())  # two equal candidates: one chance in two
@@ -67,16 +83,34 @@ def contrastive_loss(scores: Tensor, positives: Tensor | None = None, policy: Po
     1.0
     """
     queries = len(scores)
-    if policy is Positives.NONE or positives is None:
-        return nn.functional.cross_entropy(scores, torch.arange(queries, device=scores.device))
-    own = torch.eye(queries, dtype=torch.bool, device=scores.device)
-    if policy is Positives.MASK:
-        others = nn.functional.pad(positives & ~own, (0, scores.shape[1] - queries))
-        return nn.functional.cross_entropy(
-            scores.masked_fill(others, -torch.inf), torch.arange(queries, device=scores.device)
-        )
-    target = nn.functional.pad((positives | own).to(scores.dtype), (0, scores.shape[1] - queries))
-    return nn.functional.cross_entropy(scores, target / target.sum(dim=1, keepdim=True))
+    own = torch.arange(queries, device=scores.device)
+    target = None
+    if policy is not Positives.NONE and positives is not None:
+        diagonal = torch.eye(queries, dtype=torch.bool, device=scores.device)
+        more = (0, scores.shape[1] - queries)
+        if policy is Positives.MASK:
+            scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, more), -torch.inf)
+        else:
+            target = nn.functional.pad((positives | diagonal).to(scores.dtype), more)
+    goal = own if target is None else target / target.sum(dim=1, keepdim=True)
+    if focal == 0:
+        return nn.functional.cross_entropy(scores, goal)
+    with torch.no_grad():
+        log_p = scores.log_softmax(dim=1)
+        log_p = log_p[own, own] if target is None else log_p.masked_fill(target == 0, -torch.inf).logsumexp(dim=1)
+        weights = focal_weights(log_p, focal)
+    return (weights * nn.functional.cross_entropy(scores, goal, reduction="none")).sum()
+
+
+def focal_weights(log_p: Tensor, focal: float) -> Tensor:
+    """(1 - p)**focal of each query as a share of their sum, [Q] -> [Q]; equal shares where no query has any left.
+
+    >>> focal_weights(torch.tensor([0.5, 0.75]).log(), 1.0)
+    tensor([0.6667, 0.3333])
+    """
+    log_weight = focal * (-log_p.clamp_max(0).expm1()).log()
+    nothing_left = log_weight.amax() == -torch.inf
+    return torch.where(nothing_left, torch.zeros_like(log_weight), log_weight).softmax(dim=0)
 
 
 def direction_weights(loss: str, i2t_weight: float | None = None) -> dict[Direction, float]:
@@ -102,8 +136,9 @@ def direction_weights(loss: str, i2t_weight: float | None = None) -> dict[Direct
 class ContrastiveLoss(nn.Module):
     """Weighted directional contrastive loss over raw features, with its own alpha per direction and gamma per role.
 
-    Its parameters (``similarity``) must reach the optimizer; give gamma a larger learning rate than the encoders, with
-    which it cannot move (docs/math.md: "Similarity").
+    ``weights`` may be changed from step to step, ``trained`` are the directions that have one above 0 at the first step
+    or at the last (``end_weights``). Its parameters (``similarity``) must reach the optimizer; give
+    gamma a larger learning rate than the encoders, with which it cannot move (docs/math.md: "Similarity").
 
     >>> loss = ContrastiveLoss({Direction.I2T: 1.0, Direction.T2I: 0.0}, norm="qnorm")
     >>> image, text = torch.randn(4, 8), torch.randn(4, 8)
@@ -118,15 +153,27 @@ class ContrastiveLoss(nn.Module):
         positives: Positives | str = Positives.MASK,
         scale_init: float = SCALE_INIT,
         scale_max: float = SCALE_MAX,
-        gamma_init: float = 0.5,
+        gamma_init: float | tuple[float, float] = 0.5,
+        focal: float = 0.0,
+        norm_drift: float = 0.0,
+        end_weights: Mapping[Direction, float] | None = None,
+        start: Exponents | None = None,
     ) -> None:
+        """norm_drift: weight of that penalty, which has a buffer for each side then. start: see RoleSimilarity."""
         super().__init__()
         self.weights = dict(weights)
+        ever = [d for w in (self.weights, end_weights or {}) for d, weight in w.items() if weight > 0]
+        self.trained = tuple(d for d in self.weights if d in ever)
         self.positives = Positives(positives)
-        self.similarity = RoleSimilarity(norm, self.weights, scale_init, scale_max, gamma_init)
-        for direction, weight in self.weights.items():
+        self.focal, self.norm_drift = focal, norm_drift
+        self.similarity = RoleSimilarity(norm, self.weights, scale_init, scale_max, gamma_init, start)
+        for direction in self.weights:
             # An untrained direction's alpha follows the trained one's effective scale (see forward), never a gradient.
-            self.similarity.logit_scale(direction).requires_grad_(weight > 0)
+            self.similarity.logit_scale(direction).requires_grad_(direction in self.trained)
+        for side in (
+            dict.fromkeys(s for d in self.weights for s in (d.query_side, d.document_side)) if norm_drift else ()
+        ):
+            self.register_buffer(f"log_length_{side}", torch.tensor(math.nan))
 
     def forward(
         self,
@@ -144,32 +191,44 @@ class ContrastiveLoss(nn.Module):
         positives = known_positives(image_id, text_id)
         total: Tensor | None = None
         by_direction: dict[Direction, Tensor] = {}
-        for direction in sorted(self.weights, key=lambda d: self.weights[d] == 0):  # trained directions first
-            weight = self.weights[direction]
+        for direction in sorted(self.weights, key=lambda d: d not in self.trained):  # trained directions first
+            weight, trained = self.weights[direction], direction in self.trained
             query, document = direction.roles(sides)
-            if weight == 0 and not untrained:
+            if not trained and not untrained:
                 if self.training:  # its running lengths must not depend on how often its loss is asked for
                     self.similarity.observe(direction, query, document)
                 continue
             if extra and direction.document_side in extra:
                 document = torch.cat([document, extra[direction.document_side].to(document.dtype)])
-            with torch.set_grad_enabled(torch.is_grad_enabled() and weight > 0):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
                 if self.training or not self.similarity.is_calibrated(direction):
                     self.similarity.observe(direction, query, document)
-                if weight == 0:
+                if not trained:
                     self._follow_trained(direction)
-                value = contrastive_loss(self.similarity(direction, query, document), positives, self.positives)
+                scores = self.similarity(direction, query, document)
+                value = contrastive_loss(scores, positives, self.positives, self.focal)
             by_direction[direction] = value.detach()
-            if weight > 0:
+            if trained:  # a weight that is 0 for a moment gives its alpha a gradient of 0, not none
                 total = weight * value if total is None else total + weight * value
         if total is None:
             raise ValueError("no direction has a weight above 0")
-        return LossOutput(total, by_direction)
+        if not self.norm_drift:
+            return LossOutput(total, by_direction)
+        drift = torch.stack([self._drift(side, rows) for side, rows in sides.items()]).sum()
+        return LossOutput(total + self.norm_drift * drift, by_direction, drift.detach())
+
+    def _drift(self, side: str, rows: Tensor) -> Tensor:
+        """E[log(|x| / l0)**2] of a side's raw rows [B, D], l0 their lengths' geometric mean in the first batch."""
+        log_length = magnitude(rows).clamp_min(TINY).log()
+        start = self.get_buffer(f"log_length_{side}")
+        if bool(start.isnan()):
+            start.copy_(log_length.detach().mean())
+        return (log_length - start).square().mean()
 
     @torch.no_grad()
     def _follow_trained(self, direction: Direction) -> None:
         """Give an untrained direction the trained one's effective scale, so that its logged loss is comparable."""
-        trained = next(d for d, w in self.weights.items() if w > 0)
+        trained = self.trained[0]
         of = self.similarity
         log_scale = of.logit_scale(trained) + of.log_lengths(trained) - of.log_lengths(direction)
         of.logit_scale(direction).copy_(log_scale)
@@ -182,11 +241,27 @@ def clip_loss(
     positives: Positives | str = Positives.MASK,
     scale_init: float = SCALE_INIT,
     scale_max: float = SCALE_MAX,
-    gamma_init: float = 0.5,
+    gamma_init: float | tuple[float, float] = 0.5,
+    focal: float = 0.0,
+    norm_drift: float = 0.0,
+    i2t_weight_end: float | None = None,
+    start: Exponents | None = None,
 ) -> ContrastiveLoss:
-    """The loss by the names of ``train_clip.py``: ``--loss``, ``--norm``, ``--i2t-weight``, ``--positives``.
+    """The loss by the names of ``train_clip.py``: ``--loss``, ``--norm``, ``--i2t-weight``, ``--positives``…
 
     >>> clip_loss("asym-i2t", "qnorm").weights[Direction.I2T]
     1.0
     """
-    return ContrastiveLoss(direction_weights(loss, i2t_weight), norm, positives, scale_init, scale_max, gamma_init)
+    end = None if i2t_weight_end is None else direction_weights(loss, i2t_weight_end)
+    return ContrastiveLoss(
+        direction_weights(loss, i2t_weight),
+        norm,
+        positives,
+        scale_init,
+        scale_max,
+        gamma_init,
+        focal,
+        norm_drift,
+        end,
+        start,
+    )

@@ -13,6 +13,7 @@ from mmclip.errors import UsageError, one_line
 _HERE = Path(__file__).resolve().parent
 CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"  # installed, or a checkout
 WEIGHT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
 MAX_JSON_BYTES = 1_000_000  # a model config has a kilobyte
 # The largest value of each number that sizes a tower, far above any CLIP's: more is a slip, or an attack.
 MAX_SIZES = {
@@ -30,7 +31,7 @@ MAX_SIZES = {
     "attn_pooler_heads": 4_096,
 }
 _FACT_TEXTS = ("loss", "norm", "positives")
-_FACT_SHARES = ("gamma_q", "gamma_d", "i2t_weight")
+_FACT_SHARES = ("gamma_q", "gamma_d", "i2t_weight", "i2t_weight_end")
 MAX_PATCHES = 16_384  # attention costs their square
 
 
@@ -157,6 +158,17 @@ def find_model_config(model: str) -> Path:
             return candidate
     shipped = ", ".join(sorted(p.name for p in (CONFIGS / "models").glob("*.json")))
     raise UsageError(f"--model {one_line(model)}: no such file; shipped model configs: {shipped}")
+
+
+def export_folder(run: str) -> Path:
+    """The model folder of --init-from: a finished run's, or itself. Errors: UsageError."""
+    for folder in (Path(run) / "model", Path(run)):
+        if (folder / "open_clip_config.json").is_file():
+            return folder
+    raise UsageError(
+        f"--init-from {one_line(run)}: no model there: the folder of a finished run, or its model folder, is expected "
+        "(one with open_clip_config.json)"
+    )
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

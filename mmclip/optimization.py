@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mmclip.config import TrainSettings
+from mmclip.curriculum import as_step
 from mmclip.errors import UsageError
 from mmclip.losses import ContrastiveLoss
 from mmclip.towers import Towers
@@ -53,13 +54,18 @@ def build_optimizer(towers: Towers, loss: ContrastiveLoss, settings: TrainSettin
     return torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True)
 
 
+def steps_in_all(settings: TrainSettings, per_epoch: int) -> int:
+    steps = per_epoch * settings.epochs
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
 def warmup_steps(warmup: float, total_steps: int) -> int:
     """A fraction below 1 of the run, or a number of steps. Errors: UsageError where it would fill the run.
 
     >>> warmup_steps(0.1, 200), warmup_steps(50, 200)
     (20, 50)
     """
-    steps = min(math.ceil(warmup * total_steps), total_steps - 1) if warmup < 1 else int(warmup)
+    steps = as_step(warmup, total_steps)
     if steps and steps >= total_steps:
         raise UsageError(
             f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps; "

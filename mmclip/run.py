@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from mmclip import checkpoints, distributed, resume
+from mmclip import checkpoints, curriculum, distributed, facts, resume
 from mmclip.build import build_model
 from mmclip.config import TrainSettings
 from mmclip.datasets import open_training
@@ -22,6 +22,8 @@ from mmclip.files import lock_folder, remove_partials, write_text_atomically
 from mmclip.finish import finish
 from mmclip.image_text import ImageTextData
 from mmclip.loader import steps_per_epoch
+from mmclip.model_names import export_folder
+from mmclip.optimization import steps_in_all
 from mmclip.runs import load_runs
 from mmclip.skipped import Skipped, by_key, told
 from mmclip.sources import Source
@@ -66,11 +68,12 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
     classes = open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data else None
-    # both refuse before a model loads
+    # all refuse before a model loads
     Skipped(settings.max_bad_samples, by_key(data.skipped))
-    steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
+    per_epoch = steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
+    curriculum.check(settings, steps_in_all(settings, per_epoch))
     model = build_model(
-        settings.model,
+        f"local-dir:{export_folder(settings.init_from)}" if settings.init_from else settings.model,
         settings.pretrained,
         settings.image_trunk,
         settings.text_trunk,
@@ -79,6 +82,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         settings.force_image_size,
         settings.force_context_length,
     )
+    model.initial = facts.initial(settings.init_from) if settings.init_from else {}
     for side, locked in (("image", settings.lock_image), ("text", settings.lock_text)):
         if locked:
             model.towers.lock(side)

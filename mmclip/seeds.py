@@ -19,11 +19,9 @@ from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
 
 Array = NDArray[Any]
 Json = dict[str, Any]
-SAME = (
-    "loss",
-    "i2t_weight",
-    "norm",
-)  # of "trained_with"; with the model, what makes two runs the same but for the seed
+# of "trained_with"; with the model, what makes two runs the same but for the seed
+SAME = ("loss", "i2t_weight", "norm", "gamma_schedule", "gamma_from", "gamma_start", "gamma_end", "stage2_lr_factor",
+        "focal", "norm_drift", "i2t_weight_end")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,9 @@ def group_by_seed(runs: Mapping[str, Results]) -> list[Group]:
         trained = run.json.get("trained_with") or {}
         if "loss" not in trained or run.seed is None:
             continue
-        kind = repr([trained.get("model", run.json.get("model")), *(trained.get(k) for k in SAME)])
+        started = trained.get("initial") or {}
+        kind = repr([trained.get("model", run.json.get("model")), *(trained.get(k) for k in SAME),
+                     *(started.get(k) for k in ("loss", "norm"))])  # fmt: skip
         found.setdefault(kind, {}).setdefault(run.seed, run)
     groups = []
     for by_seed in found.values():

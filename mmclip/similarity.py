@@ -163,8 +163,14 @@ class RoleSimilarity(nn.Module):
     may be negative.
 
     State: ``logit_scale_DIRECTION`` holds log(alpha), ``length_factors_DIRECTION`` the running [E_q, E_d] (NaN before
-    the first batch); with ``learned`` also ``gamma_hat_q`` and ``gamma_hat_d``, gamma = sigmoid(gamma_hat).
+    the first batch); with ``learned`` also ``gamma_hat_q`` and ``gamma_hat_d``, gamma = sigmoid(gamma_hat). Where
+    ``start`` is given, ``gammas`` [2] holds the exponents, which are ``start`` at first and which
+    ``change_exponents`` moves: alpha and the running factors belong to them, so all are saved together.
+
+    gamma_init: of both roles, or (query's, document's).
     """
+
+    gammas: Tensor | None
 
     def __init__(
         self,
@@ -172,7 +178,8 @@ class RoleSimilarity(nn.Module):
         directions: Iterable[Direction] = CLIP_DIRECTIONS,
         scale_init: float = SCALE_INIT,
         scale_max: float = SCALE_MAX,
-        gamma_init: float = 0.5,
+        gamma_init: float | tuple[float, float] = 0.5,
+        start: Exponents | None = None,
     ) -> None:
         super().__init__()
         if not 0 < scale_init <= scale_max:
@@ -181,18 +188,23 @@ class RoleSimilarity(nn.Module):
         self.directions = tuple(directions)
         self.scale_init, self.scale_max = float(scale_init), float(scale_max)
         if self.norm is Normalization.LEARNED:
-            gamma_hat = math.log(gamma_init / (1 - gamma_init))
-            self.gamma_hat_q = nn.Parameter(torch.tensor(gamma_hat))
-            self.gamma_hat_d = nn.Parameter(torch.tensor(gamma_hat))
+            both = gamma_init if isinstance(gamma_init, tuple) else (gamma_init, gamma_init)
+            hat_q, hat_d = (math.log(gamma / (1 - gamma)) for gamma in both)
+            self.gamma_hat_q = nn.Parameter(torch.tensor(hat_q))
+            self.gamma_hat_d = nn.Parameter(torch.tensor(hat_d))
+        self.register_buffer("gammas", None if start is None else torch.tensor(start))
         for direction in self.directions:
             self.register_parameter(f"logit_scale_{direction.value}", nn.Parameter(torch.zeros(())))
             self.register_buffer(f"length_factors_{direction.value}", torch.full((2,), math.nan))
 
     @property
     def exponents(self) -> Exponents:
-        """gamma per role: floats where they are fixed, 0-d tensors with a gradient where they are learned."""
+        """gamma per role: floats where they are fixed, 0-d tensors where a schedule moves them, with a gradient where
+        they are learned."""
         if self.norm is Normalization.LEARNED:
             return Exponents(self.gamma_hat_q.sigmoid(), self.gamma_hat_d.sigmoid())
+        if self.gammas is not None:
+            return Exponents(*self.gammas.unbind())
         return self.norm.exponents
 
     def logit_scale(self, direction: Direction) -> nn.Parameter:
@@ -236,6 +248,28 @@ class RoleSimilarity(nn.Module):
         else:
             factors.copy_(now)
             self.logit_scale(direction).copy_(math.log(self.scale_init) - self.log_lengths(direction))
+
+    @torch.no_grad()
+    def change_exponents(self, to: Exponents, sides: Mapping[str, Tensor]) -> bool:
+        """Other exponents of both roles, and the same effective scale of every direction; False where they are these
+        already.
+
+        alpha and the running factors are multiplied by what the change does to the lengths of a (global) batch: raw
+        rows by side, under data parallelism gathered. Before the first batch there is nothing to keep.
+        """
+        assert self.gammas is not None, "made without exponents to start with"
+        wanted = torch.tensor(to).to(self.gammas)
+        if torch.equal(self.gammas, wanted):
+            return False
+        roles = {d: d.roles(sides) for d in self.directions if self.is_calibrated(d)}
+        before = {d: mean_length_factors(*r, self.exponents).clamp_min(TINY) for d, r in roles.items()}
+        self.gammas.copy_(wanted)
+        for direction, r in roles.items():
+            factors = self.length_factors(direction)
+            ratio = (mean_length_factors(*r, self.exponents).clamp_min(TINY) / before[direction]).to(factors)
+            factors.mul_(ratio)
+            self.logit_scale(direction).sub_(ratio.log().sum())
+        return True
 
     @torch.no_grad()
     def clamp_(self) -> None:

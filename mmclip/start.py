@@ -32,7 +32,7 @@ def measure_start(trainer: Trainer, classes: ZeroShot | None) -> None:
             trainer.val_source,
             trainer.model,
             trainer.runner,
-            facts.trained_with(trainer.loss, settings.loss),
+            facts.trained_with(trainer.loss, settings, trainer.model.initial),
             {"model": settings.model, "seed": settings.seed, "steps": 0, "versions": facts.versions()},
             classes=classes,
             fisher=True,

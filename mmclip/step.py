@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmclip import distributed
+from mmclip import curriculum, distributed
 from mmclip.build import Model
 from mmclip.config import TrainSettings
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.facts import main_direction
 from mmclip.loader import Batch
-from mmclip.losses import ContrastiveLoss, LossOutput, clip_loss
+from mmclip.losses import ContrastiveLoss, LossOutput, clip_loss, direction_weights
 from mmclip.optimization import build_optimizer, learning_rate_factor, set_learning_rate
-from mmclip.similarity import SCALE_INIT, Direction, at_least_float32, magnitude
+from mmclip.similarity import SCALE_INIT, Direction, Exponents, at_least_float32, magnitude
 from mmclip.sources import Source
 
 
@@ -44,7 +44,8 @@ class Stepper:
     def __init__(
         self, settings: TrainSettings, model: Model, loss: ContrastiveLoss, source: Source, runner: Runner
     ) -> None:
-        self.settings, self.towers, self.loss, self.source, self.runner = settings, model.towers, loss, source, runner
+        self.settings, self.model, self.towers, self.loss = settings, model, model.towers, loss
+        self.source, self.runner = source, runner
         self.rank, self.ranks = distributed.world()
         self.network = self._wrap()
         self.optimizer = build_optimizer(self.towers, loss, settings)
@@ -63,17 +64,30 @@ class Stepper:
             network = torch.compile(network)  # type: ignore[assignment]
         return network
 
-    def take(self, batch: Batch, step: int, warmup: int, total_steps: int, log: bool) -> dict[str, float]:
-        """Step number ``step``, from 0; returns the numbers to log (none where ``log`` is False).
+    def take(self, batch: Batch, step: int, warmup: int, total_steps: int, log: bool) -> dict[str, Any]:
+        """Step number ``step``, from 0; returns the numbers to log (where ``log`` is False only news: "transition" of a
+        schedule, "initial" of a run that starts from another).
 
         Errors: NotFinite, before anything is changed.
         """
-        set_learning_rate(self.optimizer, learning_rate_factor(step, warmup, total_steps))
+        factor = learning_rate_factor(step, warmup, total_steps)
+        set_learning_rate(self.optimizer, factor * curriculum.rate_factor(self.settings, step, total_steps))
+        weight = curriculum.i2t_weight_at(self.settings, step, total_steps)
+        if weight is not None:
+            self.loss.weights = direction_weights(self.settings.loss, weight)
         self.optimizer.zero_grad(set_to_none=True)
         # What a forward pass changes by itself: batch statistics, running lengths, the first batch's alpha
         changing = [*self.towers.buffers(), *self.loss.state_dict().values()]
         before = [t.clone() for t in changing]
+        start = self.model.initial
+        if start and self.loss.similarity.is_calibrated(main_direction(self.loss)):
+            start = {}
+        scheduled = self.settings.gamma_schedule != "none"
+        self.exponents = curriculum.exponents_at(self.settings, step, total_steps) if scheduled else None
+        self.news: dict[str, Any] = {}
         out, sides = self._backward(batch, step, log)
+        if start:
+            self.news["initial"] = self._after_start(start)
         distributed.average_([p.grad for p in self.loss.parameters() if p.grad is not None])
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -88,10 +102,12 @@ class Stepper:
         self.optimizer.step()
         self.loss.similarity.clamp_()
         if not log:
-            return {}
+            return self.news
         numbers = {"loss": float(out.loss.detach()), "grad_norm": float(norm)}
+        if out.norm_drift is not None:
+            numbers["norm_drift"] = float(out.norm_drift)
         numbers |= {f"loss_{d.value}": float(v) for d, v in sorted(out.by_direction.items())}
-        return numbers | self._state_numbers(sides)
+        return numbers | self._state_numbers(sides) | self.news
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -112,6 +128,8 @@ class Stepper:
         sides = {"image": distributed.gather_rows(image), "text": distributed.gather_rows(text)}
         image_id = distributed.gather_ids(batch.image_id.to(self.runner.device))
         text_id = distributed.gather_ids(batch.text_id.to(self.runner.device))
+        if self.exponents is not None:
+            self._change_exponents(self.exponents, sides)
         return self.loss(sides, image_id, text_id, untrained=log), sides
 
     def _backward(self, batch: Batch, step: int, log: bool) -> tuple[LossOutput, dict[str, Tensor]]:
@@ -146,27 +164,50 @@ class Stepper:
         module: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper hides DDP
         return module.no_sync()
 
+    def _change_exponents(self, to: Exponents, sides: dict[str, Tensor]) -> None:
+        """A step's exponents; news where they leave those that the schedule starts with, or arrive."""
+        before = self._scales()
+        if self.loss.similarity.change_exponents(to, sides):
+            after = self._scales()
+            ends = curriculum.start_exponents(self.settings), self.loss.similarity.norm.exponents
+            if (before["gamma_q"], before["gamma_d"]) == ends[0] or (after["gamma_q"], after["gamma_d"]) == ends[1]:
+                self.news["transition"] = {n: [before[n], after[n]] for n in after}
+
     # --- what is known of a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _state_numbers(self, sides: dict[str, Tensor]) -> dict[str, float]:
         """Scale, exponents and lengths, for metrics.jsonl."""
-        similarity = self.loss.similarity
-        gamma_q, gamma_d = (float(g) for g in similarity.exponents)
         numbers = {
             "lr": float(self.optimizer.param_groups[0]["lr"]),
-            "logit_scale": float(similarity.scale(main_direction(self.loss))),
-            "gamma_q": gamma_q,
-            "gamma_d": gamma_d,
+            "logit_scale": float(self.loss.similarity.scale(main_direction(self.loss))),
+            **self._scales(),
         }
-        for direction in (Direction.I2T, Direction.T2I):
-            numbers[f"logit_scale_{direction.value}"] = float(similarity.scale(direction))
-            numbers[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction)
+        if self.settings.i2t_weight_end is not None:
+            numbers["i2t_weight"] = self.loss.weights[Direction.I2T]
         for side, rows in sides.items():
             length = magnitude(rows)
             numbers[f"norm_{side}_mean"] = float(length.mean())
             numbers[f"norm_{side}_std"] = float(length.std()) if len(length) > 1 else 0.0
         return numbers
+
+    @torch.no_grad()
+    def _scales(self) -> dict[str, float]:
+        """Exponents, and of each direction alpha ("logit_scale") and the effective scale."""
+        similarity = self.loss.similarity
+        gamma_q, gamma_d = (float(g) for g in similarity.exponents)
+        numbers = {"gamma_q": gamma_q, "gamma_d": gamma_d}
+        for direction in (Direction.I2T, Direction.T2I):
+            numbers[f"logit_scale_{direction.value}"] = float(similarity.scale(direction))
+            numbers[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction)
+        return numbers
+
+    def _after_start(self, initial: dict[str, Any]) -> dict[str, Any]:
+        """What the first batch made of the run that this one starts from: [there, here] by name, None for what was not
+        trained there. A plain CLIP has one scale."""
+        there, plain = self.model.facts, {} if self.model.facts else {"gamma_q": 1.0, "gamma_d": 1.0}
+        pairs = {n: [there.get(n, plain.get(n)), v] for n, v in self._scales().items()}
+        return {**{k: initial[k] for k in ("run", "loss", "norm")}, **pairs}
 
     @torch.no_grad()
     def _not_finite(self, batch: Batch, sides: dict[str, Tensor], out: LossOutput, step: int) -> dict[str, Any]:
@@ -185,6 +226,15 @@ class Stepper:
         }
 
 
+def initial_gammas(settings: TrainSettings, model: Model) -> float | tuple[float, float]:
+    """What learned exponents start with: those of the learned run that the model comes from by --init-from, a little
+    inside where they are at their ends (which have no gradient), else the flag's."""
+    if model.initial.get("norm") != "learned":
+        return settings.gamma_init
+    gamma_q, gamma_d = (min(max(model.facts[f"gamma_{role}"], 1e-3), 1 - 1e-3) for role in ("q", "d"))
+    return gamma_q, gamma_d
+
+
 def build_loss(settings: TrainSettings, model: Model) -> ContrastiveLoss:
     """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
     scale = settings.logit_scale_init or model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
@@ -195,7 +245,11 @@ def build_loss(settings: TrainSettings, model: Model) -> ContrastiveLoss:
         settings.positives,
         min(scale, settings.logit_scale_max),
         settings.logit_scale_max,
-        settings.gamma_init,
+        initial_gammas(settings, model),
+        settings.focal,
+        settings.norm_drift,
+        settings.i2t_weight_end,
+        curriculum.start_exponents(settings),
     )
 
 

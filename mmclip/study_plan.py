@@ -236,5 +236,5 @@ def _cell(arm: str, seed: int, values: Json, start: Cell | None, folder: Path, p
     name = f"{slug}-seed{seed}-{digest}"
     settings.name = name
     if start is not None:
-        settings.init_from = str(start.folder)  # type: ignore[attr-defined]
+        settings.init_from = str(start.folder)
     return Cell(arm, seed, settings, Path(settings.logs) / name, start)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mmclip import checkpoints, distributed, failures, resume
+from mmclip import checkpoints, curriculum, distributed, failures, resume
 from mmclip.alarms import Alarm, Alarms
 from mmclip.build import Model
 from mmclip.config import TrainSettings
@@ -25,12 +25,12 @@ from mmclip.eval_source import EvalSource
 from mmclip.files import write_text_atomically
 from mmclip.interrupts import Cut, Interrupts
 from mmclip.loader import Batch
-from mmclip.optimization import warmup_steps
+from mmclip.optimization import steps_in_all, warmup_steps
 from mmclip.reading import ReaderDied
 from mmclip.runlog import RunLog
 from mmclip.skipped import Skipped
 from mmclip.sources import Source
-from mmclip.step import NotFinite, Stepper, build_loss
+from mmclip.step import NotFinite, Stepper, build_loss, initial_gammas
 
 ALARM = 1000  # why a run stops, where it is no signal's number: an alarm under --strict
 PATIENCE = 100  # steps without a picture after which the data are taken for lost
@@ -56,9 +56,7 @@ class Trainer:
         self.loss = build_loss(settings, model).to(self.device)
         self.stepper = Stepper(settings, model, self.loss, source, runner)
         self.batches = source.batches(settings, model)
-        self.total_steps = self.batches.steps_per_epoch * settings.epochs
-        if settings.max_steps is not None:
-            self.total_steps = min(self.total_steps, settings.max_steps)
+        self.total_steps = steps_in_all(settings, self.batches.steps_per_epoch)
         self.warmup = warmup_steps(settings.warmup, self.total_steps)
         self.step = 0
         self.saved = -1  # the step of the newest checkpoint
@@ -78,9 +76,9 @@ class Trainer:
         settings = self.settings
         return Alarms(
             batch=self.batches.joint,
-            weights={d.value: w for d, w in self.loss.weights.items()},
+            weights={d.value: float(d in self.loss.trained) for d in self.loss.weights},
             learned=settings.norm == "learned",
-            gamma_init=settings.gamma_init,
+            gamma_init=initial_gammas(settings, self.model),
             scale_max=settings.logit_scale_max,
             warmup=self.warmup,
             total_steps=self.total_steps,
@@ -134,6 +132,8 @@ class Trainer:
             due = first or self.step % settings.log_every_n_steps == 0 or self.step == self.total_steps
             # where no picture of a rank could be read all ranks pass the step over: towers take no empty batch
             line = self._pass_over() if empty else self._take(batch, due)
+            for text in curriculum.told(self.step, line) if self.rank == 0 else ():
+                log.say(text)
             seen += len(batch.image_id) * self.ranks
             if "loss" in line:
                 elapsed = time.perf_counter() - since
