@@ -228,7 +228,9 @@ def _cell(arm: str, seed: int, values: Json, start: Cell | None, folder: Path, p
         settings = TrainSettings(**(values | ours))
     except UsageError as error:
         raise UsageError(f"{path}, arm {one_line(arm, 80)!r}: {error}") from None
-    known = {k: v for k, v in settings.to_dict().items() if k not in COSMETIC}
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainSettings)}
+    # what is not said is left out, so that a setting that a later version knows leaves finished runs finished
+    known = {k: v for k, v in settings.to_dict().items() if k not in COSMETIC and v != defaults[k]}
     if start is not None:
         known["init_from"] = start.folder.name
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
