@@ -14,8 +14,8 @@ import torch
 from mmclip.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
 from mmclip.errors import UsageError
 from mmclip.files import (
-    free_bytes,
     alone_in,
+    free_bytes,
     lock_folder,
     remove_partials,
     require_space,

@@ -182,7 +182,8 @@ def test_a_run_and_its_later_evaluation_tell_the_same_accuracy(
     line = next(x for x in done.stdout.splitlines() if x.startswith("zero-shot, "))
     assert line.startswith(f"zero-shot, {classes.name} [test], 6 classes, 40 images, acc@1: native ")
     again = run_script("evaluate.py", "--model", tmp_path / "x", "--data", tiny_data, "--split", "train[holdout 24]",
-                       "--workers", 0, "--device", "cpu", "--zeroshot-data", classes, "--output", tmp_path / "y")  # fmt: skip
+                       "--workers", 0, "--device", "cpu", "--zeroshot-data", classes,
+                       "--output", tmp_path / "y")  # fmt: skip
     assert again.returncode == 0, again.stderr[-2000:]
     later = json.loads((tmp_path / "y" / "results.json").read_text())
     assert later["zero_shot"] == found and line in again.stdout
