@@ -14,6 +14,7 @@ import torch
 from mmclip.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
 from mmclip.errors import UsageError
 from mmclip.files import (
+    alone_in,
     free_bytes,
     lock_folder,
     remove_partials,
@@ -184,3 +185,16 @@ def test_a_disk_that_fills_while_a_run_trains_loses_no_checkpoint(
     assert run_script("train_clip.py", *flags, "--name", "late", "--resume", "latest").returncode == 0
     steps = [json.loads(x)["step"] for x in (tmp_path / "late" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps)) and steps[-1] == 6
+
+
+def test_one_process_at_a_time_is_inside_and_the_other_says_that_it_waits(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mmclip.files import alone_in\n"
+        "with alone_in(Path(sys.argv[1]), 'waiting'): print(Path(sys.argv[1], 'done').exists())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with alone_in(tmp_path, "nobody is inside"):
+        other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert other.stderr is not None and other.stderr.readline() == "waiting\n"
+        (tmp_path / "done").touch()
+    assert other.communicate(timeout=60) == ("True\n", "") and other.returncode == 0

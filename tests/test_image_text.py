@@ -8,10 +8,12 @@ import zlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from mmclip.data import open_data
-from mmclip.image_text import BadSample
+from mmclip.image_text import BadSample, ImageTextData
 from tests.test_data import folder, good, jpeg, write_tar
 
 
@@ -126,3 +128,45 @@ def test_fingerprint_is_the_same_for_a_copy_and_another_for_other_data(tmp_path:
     assert len({open_data(str(folder(tmp_path / f"p{i}", shards=[p]))).fingerprint() for i, p in enumerate(plain)}) == 2
     assert one.subset([1, 2]).fingerprint() != one.fingerprint()
     assert one.subset([3, 1]).keys == ["k3", "k1"]
+
+
+def made(counts: list[int]) -> ImageTextData:
+    captions = [[f"{row}.{i}" for i in range(n)] for row, n in enumerate(counts)]
+    return ImageTextData(
+        "x", "train", [f"k{r}" for r in range(len(counts))], captions, [("x.tar", r, 1) for r in range(len(counts))]
+    )
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=12), st.integers(0, 5), st.data())
+def test_rows_of_a_part_are_those_of_the_whole_however_it_was_taken(
+    counts: list[int], seed: int, draw: st.DataObject
+) -> None:
+    whole = part = made(counts)
+    for _ in range(3):
+        if len(part) > 1 and draw.draw(st.booleans()):
+            part = part.permute(seed)
+        rows = draw.draw(st.lists(st.integers(0, len(part) - 1), min_size=1, max_size=len(part), unique=True))
+        part = part.subset(rows)
+    flat = [c for image in whole.captions for c in image]
+    origin = part.origin()
+    assert origin.whole is whole
+    assert [whole.keys[r] for r in origin.pictures] == part.keys
+    assert [whole.places[r] for r in origin.pictures] == part.places
+    assert [flat[t] for t in origin.texts] == [c for image in part.captions for c in image]
+
+
+@given(st.integers(2, 40), st.integers(0, 5))
+def test_permuted_pairs_leave_no_image_its_captions_and_all_captions_together(n: int, seed: int) -> None:
+    data = made([1 + row % 3 for row in range(n)])
+    mixed = data.permute(seed)
+    assert mixed.permuted and mixed.split == "train (pairs permuted)" and mixed.keys == data.keys
+    assert all(a != b for a, b in zip(mixed.captions, data.captions, strict=True))
+    assert sorted(mixed.captions) == sorted(data.captions), "captions of one image stay together"
+    assert mixed.captions == data.permute(seed).captions
+    assert n < 8 or mixed.captions != data.permute(seed + 1).captions, "the seed draws it"
+    assert mixed.fingerprint() != data.fingerprint()
+
+
+def test_a_single_image_cannot_be_permuted() -> None:
+    with pytest.raises(ValueError, match="no other one"):
+        made([2]).permute(0)

@@ -29,10 +29,12 @@ FORBIDDEN = {
     "fisher": {"towers", "data", "losses", "evaluation", "training"},
     "diagnose": {"towers", "build", "data", "losses", "evaluation", "training"},
     "evaluation": {"towers", "build", "losses", "training", "run"},
+    "zero_shot": {"losses", "evaluation", "training", "run"},
     "array_files": {"similarity", "pools", "towers", "data", "evaluation"},
     "saved_embeddings": {"towers", "build", "data", "losses", "evaluation", "training"},
     "serving": {"towers", "build", "data", "losses", "retrieval", "evaluation", "training"},
     "config_embed": {"similarity", "losses", "training", "build"},
+    "config_data": {"config", "similarity", "build", "data"},
     "config": {"similarity", "losses", "training", "build"},
 }
 

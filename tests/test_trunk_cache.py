@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from mmclip.errors import UsageError
 from mmclip.image_text import ImageTextData
 from mmclip.sources import Source
 from tests.test_data import good, jpeg, write_tar
+from tests.tiny import ROOT
 
 RUNNER = Runner(torch.device("cpu"), batch_size=4, progress=False)
 
@@ -116,3 +119,63 @@ def test_a_folder_that_cannot_be_written_is_one_line(model: Model, data: ImageTe
     with pytest.raises(UsageError, match="--cache-dir") as error:
         fill("image", model, data, tmp_path / "file")
     assert "\n" not in str(error.value)
+
+
+def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
+    model: Model, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Source.open(data, model, RUNNER, tmp_path / "cache", "whole")
+    train, held = data.holdout(3)
+    parts = [train, held, data.subset([7, 1, 4]), train.permute(0), train.subset(range(4)).permute(1)]
+    live = [Source(part) for part in parts]
+    expected = [{s: source.vectors(s, model, RUNNER, "live")[0] for s in ("image", "text")} for source in live]
+    for name in ("images", "texts"):
+        monkeypatch.setattr(Runner, name, lambda *_, **__: pytest.fail("a trunk was run again"))
+    for part, vectors in zip(parts, expected, strict=True):
+        source = Source.open(part, model, RUNNER, tmp_path / "cache", "part")
+        for side, wanted in vectors.items():
+            found, _ = source.vectors(side, model, RUNNER, "cached")
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_parts_that_hold_rows_are_computed(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+    Source.open(data.subset([0, 9]), model, RUNNER, tmp_path, "ends")
+    names = sorted(p.name for p in tmp_path.glob("image-*/*.safetensors"))
+    assert names == ["part-00000.safetensors", "part-00002.safetensors"]
+    Source.open(data, model, RUNNER, tmp_path, "whole")
+    assert len(list(tmp_path.glob("image-*/*.safetensors"))) == 3, "the same cache, filled up"
+
+
+def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_stay(model: Model, tmp_path: Path) -> None:
+    members = [*good(3), ("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny\nz")]
+    data = open_data(str(write_tar(tmp_path / "1.tar", members)))
+    source = Source.open(data.permute(0), model, RUNNER, tmp_path / "cache", "test")
+    assert list(source.skipped) == ["bad"] and source.data.keys == ["k0", "k1", "k2"]
+    assert ["x", "y", "z"] in source.data.captions, "another picture has them"
+    assert len(source.cached["text"]) == sum(len(c) for c in source.data.captions)
+    expected, _ = Source(source.data).vectors("text", model, RUNNER, "live")
+    torch.testing.assert_close(source.vectors("text", model, RUNNER, "cached")[0], expected, rtol=1e-4, atol=1e-5)
+    untouched = Source.open(data.subset([1, 2]), model, RUNNER, tmp_path / "cache", "test")
+    assert not untouched.skipped and untouched.data.keys == ["k1", "k2"]
+
+
+def test_two_processes_share_the_work(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Both start with an empty cache: every trunk is run once, by one of them, and both have its outputs."""
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from mmclip.build import build_model; from mmclip.data import open_data; from mmclip.sources import Source\n"
+        "from mmclip.embeddings import Runner\n"
+        "torch.manual_seed(0); model = build_model(sys.argv[2])\n"
+        "for side in ('image', 'text'): model.towers.lock(side)\n"
+        "source = Source.open(open_data(sys.argv[1]), model, Runner(torch.device('cpu')), Path(sys.argv[3]), 'test')\n"
+        "print({side: float(x.sum()) for side, x in source.cached.items()})"
+    )
+    command = [sys.executable, "-c", code, str(tiny_data), str(tiny_model), str(tmp_path / "cache")]
+    both = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert told[0][0] == told[1][0] != ""
+    work = [line for _, errors in told for line in errors.splitlines() if line.endswith("done")]
+    assert sorted(line.split(" (")[0] for line in work) == ["test: image trunk", "test: text trunk"]
