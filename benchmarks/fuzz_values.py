@@ -31,7 +31,9 @@ val_split train ../folder/test | train_split test | train_data folder pairs.csv 
 dataset_type csv | csv_separator , '\t' ab | csv_img_key title | csv_caption_key filepath | val_steps 1
 model ViT-B-33 local-dir:folder RN50.json | pretrained data.tar openai | image_trunk data.tar | text_trunk folder
 pretrained_image true | compare [folder] [] | strict true | name x | resume latest data.tar | log_every_n_steps 7
-device cuda:99 | workers 99999
+device cuda:99 | workers 99999 | gamma_schedule switch anneal | gamma_from dot qnorm | gamma_start 0 0.9 1 9
+gamma_end 0 0.9 1 | stage2_lr_factor 1e-9 0 | i2t_weight_end 0 1 2 | norm_drift 0.1 1e30 | focal 2 1e9
+init_from folder . data.tar
 """
 # name -> values that it may have, or nearly
 SETTINGS = {s.split()[0]: tuple(s.split()[1:]) for line in _SETTINGS.strip().split("\n") for s in line.split("|")}

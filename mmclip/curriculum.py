@@ -79,7 +79,8 @@ def told(step: int, line: dict[str, Any]) -> list[str]:
     texts = []
     if "initial" in line:
         at = line["initial"]
-        texts.append(f"starting from {one_line(at['run'], 80)} ({at['loss']}, {at['norm']}): {_changes(at)}")
+        trained = f"{at['loss']} loss, {at['norm']}" if at["loss"] else "a plain CLIP"
+        texts.append(f"starting from {one_line(at['run'], 80)} ({one_line(trained, 80)}): {_changes(at)}")
     if "transition" in line:
         texts.append(f"step {step}: {_changes(line['transition'])}")
     return texts
@@ -87,4 +88,4 @@ def told(step: int, line: dict[str, Any]) -> list[str]:
 
 def _changes(pairs: dict[str, Any]) -> str:
     names = [n for n, v in pairs.items() if isinstance(v, list) and v[0] is not None]
-    return ", ".join(f"{n} {pairs[n][0]:.4g} -> {pairs[n][1]:.4g}" for n in names)
+    return ", ".join(f"{n.replace('logit_scale', 'alpha')} {pairs[n][0]:.4g} -> {pairs[n][1]:.4g}" for n in names)

@@ -258,7 +258,7 @@ class RoleSimilarity(nn.Module):
         rows by side, under data parallelism gathered. Before the first batch there is nothing to keep.
         """
         assert self.gammas is not None, "made without exponents to start with"
-        wanted = torch.tensor(to).to(self.gammas)
+        wanted = torch.tensor(to, dtype=self.gammas.dtype, device=self.gammas.device)
         if torch.equal(self.gammas, wanted):
             return False
         roles = {d: d.roles(sides) for d in self.directions if self.is_calibrated(d)}

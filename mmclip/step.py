@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmclip import curriculum, distributed
 from mmclip.build import Model
 from mmclip.config import TrainSettings
+from mmclip.correction import native_exponents
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.facts import main_direction
@@ -205,8 +206,9 @@ class Stepper:
     def _after_start(self, initial: dict[str, Any]) -> dict[str, Any]:
         """What the first batch made of the run that this one starts from: [there, here] by name, None for what was not
         trained there. A plain CLIP has one scale."""
-        there, plain = self.model.facts, {} if self.model.facts else {"gamma_q": 1.0, "gamma_d": 1.0}
-        pairs = {n: [there.get(n, plain.get(n)), v] for n, v in self._scales().items()}
+        there, here = self.model.facts, self._scales()
+        plain = {n: 1.0 if n.startswith("gamma") else self.model.loaded_scale for n in here}
+        pairs = {n: [(there or plain).get(n), v] for n, v in here.items()}
         return {**{k: initial[k] for k in ("run", "loss", "norm")}, **pairs}
 
     @torch.no_grad()
@@ -231,7 +233,7 @@ def initial_gammas(settings: TrainSettings, model: Model) -> float | tuple[float
     inside where they are at their ends (which have no gradient), else the flag's."""
     if model.initial.get("norm") != "learned":
         return settings.gamma_init
-    gamma_q, gamma_d = (min(max(model.facts[f"gamma_{role}"], 1e-3), 1 - 1e-3) for role in ("q", "d"))
+    gamma_q, gamma_d = (min(max(float(g), 1e-3), 1 - 1e-3) for g in native_exponents(model.facts))
     return gamma_q, gamma_d
 
 

@@ -56,6 +56,10 @@ def test_a_pinned_gamma_is_named_with_its_role() -> None:
 def test_gammas_that_never_moved_are_told_at_half_time_and_only_where_they_are_learned() -> None:
     still = {"gamma_q": 0.499, "gamma_d": 0.502}  # the paper's, at the encoders' learning rate
     assert raised(alarms(), lambda step: still) == [(200, "gamma_unmoved")]
+    assert raised(alarms(gamma_init=(0.3, 0.7)), lambda step: {"gamma_q": 0.3, "gamma_d": 0.7}) == [
+        (200, "gamma_unmoved")
+    ]
+    assert raised(alarms(gamma_init=(0.3, 0.7)), lambda step: {"gamma_q": 0.3, "gamma_d": 0.3}) == []
     assert raised(alarms(learned=False), lambda step: {"gamma_q": 1.0, "gamma_d": 0.0}) == []
 
 

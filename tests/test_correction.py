@@ -93,6 +93,9 @@ def test_trained_directions_follow_loss_and_weight():
 
     assert of(loss="sym", i2t_weight=0.5) == (Direction.I2T, Direction.T2I)
     assert of(loss="sym", i2t_weight=1.0) == (Direction.I2T,)
+    assert of(loss="sym", i2t_weight=1.0, i2t_weight_end=0.0) == (Direction.I2T, Direction.T2I)
+    assert of(loss="sym", i2t_weight=0.0, i2t_weight_end=0.0) == (Direction.T2I,)
+    assert of(loss="sym", i2t_weight=0.0, i2t_weight_end=0.5) == (Direction.I2T, Direction.T2I)
     assert of(loss="asym-t2i") == (Direction.T2I,)
     with pytest.raises(UsageError, match="asym-i2t"):
         of()

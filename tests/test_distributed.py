@@ -18,9 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from mmclip.config_loss import LossSettings
+from mmclip.curriculum import exponents_at, i2t_weight_at, start_exponents
 from mmclip.distributed import average_, gather_ids, gather_rows, world
-from mmclip.losses import ContrastiveLoss, Positives, clip_loss, contrastive_loss, known_positives
-from mmclip.similarity import SCALE_INIT, Direction, Normalization
+from mmclip.losses import ContrastiveLoss, Positives, clip_loss, contrastive_loss, direction_weights, known_positives
+from mmclip.similarity import SCALE_INIT, Direction, Exponents, Normalization
 
 SPLITS = {2: (5, 3), 3: (4, 1, 3)}  # rows of each rank, by the number of ranks: 8 in all, shared out unevenly
 IMAGE_ID = torch.tensor([0, 1, 2, 3, 1, 0, 5, 2])  # three images have two captions in the batch
@@ -83,13 +85,22 @@ def own_batch(dtype: torch.dtype, seed: int = 0) -> tuple[dict[str, Tensor], sli
     return {side: torch.randn(8, 6, generator=g).to(dtype)[rows] for side in ("image", "text")}, rows
 
 
-def backward(network: nn.Module, loss: ContrastiveLoss, step: int = 0, gather: Gather = gather_rows) -> Found:
+def backward(
+    network: nn.Module,
+    loss: ContrastiveLoss,
+    step: int = 0,
+    gather: Gather = gather_rows,
+    exponents: Exponents | None = None,
+) -> Found:
     """What a training step does up to its backward pass; on one process the gathering does nothing."""
     sides, rows = own_batch(next(loss.parameters()).dtype, seed=step)
     image, text = network(**sides)
     ids = gather_ids(IMAGE_ID[rows]), gather_ids(TEXT_ID[rows])
     # as in training, the untrained direction's loss is asked for in some steps only
-    out = loss({"image": gather(image), "text": gather(text)}, *ids, untrained=step % 2 == 0)
+    gathered = {"image": gather(image), "text": gather(text)}
+    if exponents is not None:
+        loss.similarity.change_exponents(exponents, gathered)
+    out = loss(gathered, *ids, untrained=step % 2 == 0)
     out.loss.backward()
     return {"loss": out.loss.detach()} | {f"loss_{d.value}": v for d, v in out.by_direction.items()}
 
@@ -127,6 +138,39 @@ def several_steps(case: Case) -> Found:
         optimizer.step()
         loss.similarity.clamp_()
     return {n: p.detach() for n, p in named.items()} | dict(loss.named_buffers())
+
+
+def curriculum_steps() -> Found:
+    """Everything trained and every step's losses of a run in which all that can change does: an anneal to dot, lambda
+    from 1 to 0, a focal weight, a penalty on drifting lengths."""
+    settings = LossSettings(
+        norm="dot",
+        gamma_schedule="anneal",
+        gamma_start=0.0,
+        i2t_weight=1.0,
+        i2t_weight_end=0.0,
+        focal=2.0,
+        norm_drift=0.3,
+    )
+    network = network_of(torch.float64)
+    loss = clip_loss(
+        "sym", "dot", 1.0, "multi", focal=2.0, norm_drift=0.3, i2t_weight_end=0.0, start=start_exponents(settings)
+    ).double()
+    named = named_parameters(network, loss)
+    optimizer = torch.optim.AdamW([p for p in named.values() if p.requires_grad], lr=1e-2)
+    found: Found = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss.weights = direction_weights("sym", i2t_weight_at(settings, step, STEPS))
+        losses = backward(network, loss, step, exponents=exponents_at(settings, step, STEPS))
+        average(loss)
+        found |= {f"{step} {n}": v for n, v in losses.items()}
+        found |= {f"{step} {n} grad": p.grad.clone() for n, p in named.items() if p.grad is not None and p.grad.any()}
+        optimizer.step()
+        loss.similarity.clamp_()
+    state = {n: b for n, b in loss.named_buffers() if n != "similarity.gammas"}
+    assert loss.similarity.gammas is not None and not loss.similarity.gammas.any(), "it arrived at dot"
+    return found | {n: p.detach() for n, p in named.items()} | state
 
 
 # --- planted faults ---------------------------------------------------------------------------------------------------
@@ -168,6 +212,7 @@ def _rank(rank: int, folder: str, ranks: int) -> None:
     try:
         found: dict[str, dict[Any, Found]] = {str(d): {tuple(c): one_step(c, d) for c in CASES} for d in TOLERANCE}
         found["steps"] = {tuple(c): several_steps(c) for c in STEP_CASES}
+        found["curriculum"] = {"all": curriculum_steps()}
         asym = [Case("asym-i2t", n.value, "none") for n in Normalization]
         found["plain gather"] = {c.norm: one_step(c, torch.float64, plain_gather) for c in asym}
         found["own queries"] = {c.norm: own_queries_only(c.norm) for c in asym}
@@ -250,6 +295,17 @@ def test_ranks_stay_equal_to_the_last_bit_over_optimizer_steps_and_end_where_one
             log_alpha, lengths = (first[f"similarity.{name}_{d}"] for name in ("logit_scale", "length_factors"))
             # alpha begins 11 % above this, and three steps of 1 % would not bring it below: the clamp has acted
             assert float(log_alpha.exp() * lengths.prod()) <= SCALE_MAX * (1 + 1e-3), f"{' '.join(case)}: no clamp"
+
+
+def test_a_curriculum_on_uneven_ranks_is_that_of_one_process(run: Run) -> None:
+    first, *others = (found["curriculum"]["all"] for found in run.found)
+    for other in others:
+        assert all(torch.equal(first[n], other[n]) for n in first | other), "the ranks parted"
+    expected = curriculum_steps()
+    worst, name = max(errors(first, expected))
+    assert worst <= 1e-10, f"{name} is off by {worst:.1e}"
+    assert "1 similarity.logit_scale_t2i grad" in expected and "0 similarity.logit_scale_t2i grad" not in expected
+    assert {"log_length_image", "log_length_text"} <= expected.keys()
 
 
 def test_a_gather_without_gradient_fails_the_comparison(run: Run, joint: dict[Case, Found]) -> None:

@@ -55,6 +55,106 @@ def test_gradient_equals_finite_differences(policy: Positives) -> None:
     assert torch.autograd.gradcheck(lambda s: contrastive_loss(s, positives, policy), (scores,))
 
 
+def naive_focal(scores: torch.Tensor, positives: list[list[bool]], policy: str, focal: float) -> torch.Tensor:
+    """PACE's formula with loops; the weights are numbers, so only the losses have a gradient."""
+    terms, weights = [], []
+    for i in range(len(scores)):
+        known = [j for j in range(len(scores)) if j != i and positives[i][j]]
+        targets = [i, *known] if policy == "multi" else [i]
+        rivals = [j for j in range(scores.shape[1]) if policy != "mask" or j not in known]
+        log_sum = scores[i, rivals].exp().sum().log()
+        terms.append(sum(log_sum - scores[i, j] for j in targets) / len(targets))
+        weights.append(float(1 - sum((scores[i, j] - log_sum).exp() for j in targets).detach()) ** focal)
+    return sum(a * t for a, t in zip(weights, terms, strict=True)) / sum(weights)  # type: ignore[no-any-return]
+
+
+@given(
+    ids=st.lists(st.integers(0, 3), min_size=2, max_size=7),
+    extra=st.integers(1, 3),
+    policy=st.sampled_from(list(Positives)),
+    focal=st.sampled_from([0.5, 1.0, 2.0, 5.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_focal_loss_and_its_gradient_equal_the_naive_loop(
+    ids: list[int], extra: int, policy: Positives, focal: float, seed: int
+) -> None:
+    n = len(ids)
+    g = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(n, n + extra, generator=g, dtype=torch.float64) * 3).requires_grad_()
+    positives = known_positives(torch.tensor(ids), None)
+    assert positives is not None
+    fast = contrastive_loss(scores, positives, policy, focal)
+    naive = naive_focal(scores, positives.tolist(), policy.value, focal)
+    assert fast.item() == pytest.approx(naive.item(), rel=1e-9)
+    ours, theirs = (torch.autograd.grad(value, scores)[0] for value in (fast, naive))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", list(Positives))
+def test_focal_0_is_the_plain_loss_and_a_small_one_comes_near_it(policy: Positives) -> None:
+    scores = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    positives = known_positives(torch.tensor([0, 1, 0, 2, 3, 4]), None)
+    plain = contrastive_loss(scores, positives, policy)
+    assert torch.equal(contrastive_loss(scores, positives, policy, 0.0), plain)
+    assert float(contrastive_loss(scores, positives, policy, 1e-9)) == pytest.approx(float(plain), rel=1e-7)
+    assert abs(float(contrastive_loss(scores, positives, policy, 2.0)) / float(plain) - 1) > 1e-2
+
+
+@pytest.mark.parametrize("policy", list(Positives))
+@pytest.mark.parametrize("scale", [1e4, 30.0])
+def test_where_every_query_is_found_the_focal_loss_is_0_and_its_gradient_finite(
+    policy: Positives, scale: float
+) -> None:
+    scores = (scale * torch.eye(4)).requires_grad_()
+    loss = contrastive_loss(scores, known_positives(torch.arange(4), None), policy, 2.0)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-6)
+    assert scores.grad is not None and scores.grad.isfinite().all()
+    one_left = scores.detach().clone()
+    one_left[2] = 0.0
+    assert float(contrastive_loss(one_left, None, policy, 2.0)) == pytest.approx(math.log(4), rel=1e-5)
+
+
+def test_the_drift_penalty_is_the_formula_by_hand_with_its_gradient() -> None:
+    g = torch.Generator().manual_seed(0)
+    first, now = ({s: torch.randn(5, 3, generator=g, dtype=torch.float64) for s in ("image", "text")} for _ in range(2))
+    now = {s: (rows * 3).requires_grad_() for s, rows in now.items()}
+    loss, plain = (clip_loss("sym", "cosine", norm_drift=w).double() for w in (0.25, 0.0))
+    expected = {}
+    for side, rows in first.items():
+        start = rows.norm(dim=1).log().mean()
+        expected[side] = (now[side].norm(dim=1).log() - start).square().mean()
+    loss(first), plain(first)
+    out, other = loss(now), plain(now)
+    assert out.norm_drift is not None and other.norm_drift is None
+    total = sum(expected.values())
+    assert out.norm_drift.item() == pytest.approx(total.item(), rel=1e-12)  # type: ignore[arg-type]
+    assert out.loss.item() == pytest.approx((other.loss + 0.25 * total).item(), rel=1e-12)
+    ours = torch.autograd.grad(out.loss, list(now.values()))
+    naive = torch.autograd.grad(other.loss + 0.25 * total, list(now.values()))
+    for a, b in zip(ours, naive, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+    again = clip_loss("sym", "cosine", norm_drift=0.25).double()
+    again.load_state_dict(loss.state_dict())
+    assert torch.equal(again(now).norm_drift, out.norm_drift), "where lengths began is saved"  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_0_for_a_moment_leaves_alpha_a_parameter_with_a_gradient_of_0() -> None:
+    sides = {s: torch.randn(6, 8, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(("image", "text"))}
+    loss = clip_loss("sym", "qnorm", 1.0, i2t_weight_end=0.0)
+    assert loss.trained == CLIP_DIRECTIONS and clip_loss("sym", "qnorm", 1.0, i2t_weight_end=1.0).trained == ("i2t",)
+    out = loss(sides, untrained=False)
+    out.loss.backward()
+    grads = {n: p.grad for n, p in loss.named_parameters()}
+    assert torch.equal(out.loss, out.by_direction[Direction.I2T]) and set(out.by_direction) == set(CLIP_DIRECTIONS)
+    assert grads["similarity.logit_scale_t2i"] == 0 and grads["similarity.logit_scale_i2t"] != 0
+    loss.weights = direction_weights("sym", 0.25)
+    out = loss(sides)
+    assert out.loss.item() == pytest.approx(
+        0.25 * out.by_direction[Direction.I2T].item() + 0.75 * out.by_direction[Direction.T2I].item()
+    )
+
+
 def test_sym_cosine_without_positives_is_clip_loss() -> None:
     torch.manual_seed(0)
     image, text = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)

@@ -18,6 +18,7 @@ from mmclip.config_files import read_config
 FORBIDDEN = {
     "similarity": {"losses", "towers", "data", "retrieval", "evaluation", "training"},
     "losses": {"towers", "build", "data", "loader", "evaluation", "training"},
+    "curriculum": {"losses", "towers", "build", "data", "training"},
     "towers": {"losses", "data", "retrieval", "evaluation", "training", "similarity"},
     "data": {"metrics", "retrieval", "evaluation", "losses", "towers", "training"},
     "metrics": None,  # imports nothing of ours

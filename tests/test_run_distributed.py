@@ -108,6 +108,30 @@ def test_two_ranks_train_like_one_process_on_the_joint_batch(
     assert lines[0] == lines[1], "only rank 0 writes"
 
 
+def test_two_ranks_follow_a_curriculum_like_one_process(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    common = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--lr", "1e-3",
+              "--eps", "1e-3", "--warmup", 2, "--epochs", 2, "--keep-last", "--norm", "dot", "--device", "cpu",
+              "--log-every-n-steps", 4, "--val-data", "none", "--gamma-schedule", "switch", "--stage2-lr-factor", 0.3,
+              "--focal", 2, "--norm-drift", 0.1, "--i2t-weight", 1, "--i2t-weight-end", 0]  # fmt: skip
+    one = run_script("train_clip.py", *common, "--name", "one", "--batch-size", 40)
+    assert one.returncode == 0, one.stderr[-2000:]
+    two = torchrun(*common, "--name", "two", "--batch-size", 10, "--accum-freq", 2)
+    assert two.returncode == 0, two.stderr[-3000:]
+    assert two.stderr.count("step 4: gamma_q 1 -> 0") == 1, "one rank tells it"
+    told = [
+        {m["step"]: m["transition"] for m in map(json.loads, text.splitlines()) if "transition" in m}
+        for text in ((tmp_path / n / "metrics.jsonl").read_text(encoding="utf-8") for n in ("one", "two"))
+    ]
+    assert [list(t) for t in told] == [[4], [4]]
+    for name, pair in told[0][4].items():
+        assert told[1][4][name] == pytest.approx(pair, rel=1e-4), name
+    a, b = (load_model(str(tmp_path / name)) for name in ("one", "two"))
+    for name, value in b.towers.state_dict().items():
+        torch.testing.assert_close(value, a.towers.state_dict()[name], rtol=1e-3, atol=2e-5, msg=name)
+    for fact in ("logit_scale_i2t", "logit_scale_t2i", "effective_scale_i2t"):
+        assert abs(a.facts[fact] / b.facts[fact] - 1) < 1e-4, fact
+
+
 def test_a_signal_to_one_rank_saves_and_ends_them_all(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         command("--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--name", "x", "--workers", 0,

@@ -38,6 +38,18 @@ def test_seeds_of_one_kind_belong_together_and_others_do_not() -> None:
     assert not group_by_seed({"a": run(0), "again": run(0)}), "one seed twice is one seed"
 
 
+def test_other_curricula_and_other_starts_are_other_kinds() -> None:
+    runs = {str(s): run(s) for s in range(5)}
+    runs["1"].json["trained_with"] |= {"focal": 2.0}
+    runs["2"].json["trained_with"] |= {"gamma_schedule": "switch", "gamma_from": "cosine", "gamma_start": 0.5}
+    for seed in ("3", "4"):
+        runs[seed].json["trained_with"] |= {
+            "initial": {"loss": "sym", "norm": "cosine", "key": seed, "seed": int(seed)}
+        }
+    (group,) = group_by_seed(runs)
+    assert group.runs == [runs["3"], runs["4"]]
+
+
 def test_an_evaluation_of_a_runs_model_has_its_seed_from_the_export() -> None:
     runs = {str(s): run(s, model=f"logs/{s}") for s in range(2)}
     for r in runs.values():

@@ -134,6 +134,55 @@ def test_clamp_acts_on_the_effective_scale_and_survives_a_restart() -> None:
     assert again.effective_scale(Direction.I2T) == similarity.effective_scale(Direction.I2T)
 
 
+@given(
+    seed=st.integers(0, 10_000),
+    path=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4),
+    stretch=st.floats(1e-3, 1e3),
+)
+def test_the_effective_scale_is_continuous_across_any_change_of_exponents(
+    seed: int, path: list[tuple[float, float]], stretch: float
+) -> None:
+    similarity = RoleSimilarity("dot", start=Exponents(1.0, 1.0)).double()
+    sides = {side: rows * stretch for side, rows in features(seed).items()}
+    for direction in CLIP_DIRECTIONS:
+        similarity.observe(direction, *direction.roles(features(seed + 1)))  # another batch, so running factors differ
+    for to in path:
+        before = {d: similarity.effective_scale(d) for d in CLIP_DIRECTIONS}
+        alphas = {d: similarity.scale(d).item() for d in CLIP_DIRECTIONS}
+        old = [torch.as_tensor(g).item() for g in similarity.exponents]
+        changed = similarity.change_exponents(Exponents(*to), sides)
+        assert changed == (old != list(to)) and [torch.as_tensor(g).item() for g in similarity.exponents] == list(to)
+        for direction in CLIP_DIRECTIONS:
+            assert similarity.effective_scale(direction) == pytest.approx(before[direction], rel=1e-10)
+            query, document = (rows.norm(dim=1) for rows in direction.roles(sides))
+            lengths = [float(query.pow(1 - gq).mean() * document.pow(1 - gd).mean()) for gq, gd in (old, to)]
+            assert similarity.scale(direction).item() == pytest.approx(alphas[direction] * lengths[0] / lengths[1])
+
+
+def test_exponents_that_change_before_the_first_batch_leave_the_scale_to_it() -> None:
+    similarity, sides = RoleSimilarity("dot", start=Exponents(1.0, 1.0), scale_init=20.0), features(3)
+    similarity.change_exponents(Exponents(0.0, 0.0), sides)
+    similarity.observe(Direction.I2T, *Direction.I2T.roles(sides))
+    assert similarity.effective_scale(Direction.I2T) == pytest.approx(20.0)
+    again = RoleSimilarity("dot", start=Exponents(1.0, 1.0))
+    again.load_state_dict(similarity.state_dict())
+    assert [torch.as_tensor(g).item() for g in again.exponents] == [0.0, 0.0], "they are saved with what they made"
+    assert "gammas" not in RoleSimilarity("dot").state_dict()
+
+
+def test_zero_vectors_do_not_break_a_change_of_exponents() -> None:
+    similarity = RoleSimilarity("dot", start=Exponents(1.0, 1.0))
+    sides = {s: torch.zeros(3, 4) for s in ("image", "text")}
+    similarity.observe(Direction.I2T, *Direction.I2T.roles(sides))
+    similarity.change_exponents(Exponents(0.5, 0.0), sides)
+    assert all(t.isfinite().all() for n, t in similarity.state_dict().items() if "t2i" not in n)
+
+
+def test_learned_gammas_may_start_apart() -> None:
+    gammas = RoleSimilarity("learned", gamma_init=(0.2, 0.9)).exponents
+    assert [torch.as_tensor(g).item() for g in gammas] == pytest.approx([0.2, 0.9])
+
+
 def test_gamma_is_shared_by_the_directions_and_alpha_is_not() -> None:
     similarity = RoleSimilarity("learned")
     names = sorted(n for n, _ in similarity.named_parameters())

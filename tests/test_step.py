@@ -18,8 +18,9 @@ from mmclip.config import TrainSettings
 from mmclip.embeddings import Runner
 from mmclip.loader import Batch
 from mmclip.losses import LOSS_WEIGHTS, ContrastiveLoss, clip_loss
+from mmclip.optimization import learning_rate_factor
 from mmclip.similarity import Normalization
-from mmclip.step import NotFinite, Stepper, seed_of
+from mmclip.step import NotFinite, Stepper, build_loss, initial_gammas, seed_of
 
 ROWS = 14  # in parts of 4 the last one has 2
 IDS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 12, 13])  # known positives in other parts than their own
@@ -87,6 +88,56 @@ def test_four_accumulated_passes_have_the_gradients_of_one(tiny_model: Path, los
         assert numbers[1] == pytest.approx(numbers[0], rel=1e-5)
         assert {n for n in found[0] if "logit_scale" in n or "gamma" in n}, "alpha and gamma have gradients"
         assert (norm is Normalization.LEARNED) == any("gamma" in n for n in found[0])
+
+
+CURRICULUM: dict[str, Any] = {
+    "norm": "dot", "gamma_schedule": "switch", "gamma_start": 1.0, "stage2_lr_factor": 0.5, "focal": 2.0,
+    "norm_drift": 0.1, "i2t_weight": 1.0, "i2t_weight_end": 0.0,
+}  # fmt: skip
+
+
+def curriculum_stepper(path: Path, dtype: torch.dtype, **settings: Any) -> Stepper:
+    s = stepper(path, dtype, clip_loss(), **CURRICULUM, **settings)
+    with_loss = build_loss(s.settings, s.model).to(dtype)
+    return Stepper(s.settings, s.model, with_loss, s.source, s.runner)
+
+
+def test_accumulated_passes_of_a_curriculum_have_the_gradients_of_one(tiny_model: Path) -> None:
+    found = []
+    for size, accum in ((16, 1), (4, 4)):
+        s = curriculum_stepper(tiny_model, torch.float64, batch_size=size, accum_freq=accum, lr=1e-4)
+        lines = [s.take(batch(torch.float64), step, 0, 4, False) for step in range(3)]
+        assert [list(line) for line in lines] == [[], ["transition"], []], "the switch is told although no line is due"
+        found.append((gradients(s), lines[1]["transition"]))
+        assert s.loss.weights == pytest.approx({"i2t": 1 / 3, "t2i": 2 / 3})
+        rates = {g["lr"] / g["peak_lr"] for g in s.optimizer.param_groups}
+        assert rates == {0.5 * learning_rate_factor(2, 0, 4)}, "half of the schedule's"
+    assert relative_error(found[1][0], found[0][0]) < 1e-10
+    for name, (before, after) in found[0][1].items():
+        assert found[1][1][name] == pytest.approx([before, after], rel=1e-10)
+        assert not name.startswith("effective") or after == pytest.approx(before, rel=1e-10)
+    assert found[0][1]["gamma_d"] == [1.0, 0.0]
+
+
+def test_a_switch_in_a_step_that_is_not_finite_is_taken_back(tiny_model: Path) -> None:
+    s = curriculum_stepper(tiny_model, torch.float32, batch_size=16)
+    s.take(batch(torch.float32), 0, 0, 4, False)
+    before, bad = {n: t.clone() for n, t in s.loss.state_dict().items()}, batch(torch.float32)
+    assert bad.images is not None
+    bad.images[9] = torch.nan
+    with pytest.raises(NotFinite):
+        s.take(bad, 1, 0, 4, True)
+    assert all(torch.equal(v, s.loss.state_dict()[n]) for n, v in before.items())
+    assert "transition" in s.take(batch(torch.float32), 1, 0, 4, False), "and it comes with the next step"
+
+
+def test_learned_gammas_begin_where_the_run_before_left_them(tiny_model: Path) -> None:
+    model = dataclasses.replace(_built(tiny_model), facts={"norm": "learned", "gamma_q": 0.25, "gamma_d": 1.0})
+    settings = TrainSettings(norm="learned", gamma_init=0.4)
+    assert initial_gammas(settings, model) == 0.4, "a model that --model names is not a run that goes on"
+    model.initial = {"norm": "learned"}
+    assert initial_gammas(settings, model) == (0.25, 0.999), "a gamma at its end would have no gradient"
+    assert build_loss(settings, model).similarity.exponents.gamma_q.item() == pytest.approx(0.25)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
