@@ -150,8 +150,8 @@ def _frontier(study: Study, rows: Sequence[Json], kept: Sequence[Json], folder: 
         sd = tuple(native[f"{d}_sd"] for d in ("t2i", "i2t"))
         if native["arm"] in shown and None not in at:
             name, norm, weight = native["arm"], native["norm"], native["i2t_weight"]
-            ends = (None if None in pair else pair for pair in (sd, also))
-            points.append(Point(native["number"], name, norm, weight, at, *ends, kept=name in baselines))
+            bars, other = (None if None in pair else pair for pair in (sd, also))
+            points.append(Point(native["number"], name, norm, weight, at, bars, other, name in baselines))
     if not points:
         return []
     alt = f"Frontier of {len(points)} arms: success@1 of text to image across, of image to text up."

@@ -79,16 +79,15 @@ def _verdicts(rows: Sequence[Json], kind: str) -> Json:
     question = {"learned": "Was length learned?", "useful": "Is length useful?"}[kind]
     real = [row for row in rows if not row["null"]]
     told = [row for row in real if row[kind]]
-    missing = (
-        f" {len(real) - len(told)} have no verdict: {one_line(_why(real, kind), 200)}." if len(real) > len(told) else ""
-    )
+    left = len(real) - len(told)
+    missing = f" {left} ha{'s' if left == 1 else 've'} no verdict: {one_line(_why(real, kind), 200)}." if left else ""
     if not told:
         return answer("open", question, "Not answered.", (missing or "No arm keeps its documents' length.").strip())
-    yes, left = ([_place(row) for row in told if row[kind] == word] for word in ("yes", "open"))
-    rest = f" Open, within noise: {_names(left)}." if left else ""
+    yes, undecided = ([_place(row) for row in told if row[kind] == word] for word in ("yes", "open"))
+    rest = f" Open, within noise: {_names(undecided)}." if undecided else ""
     if not yes:
         return answer(
-            "open" if left else "no", question, "Not shown.", f"In none of {len(told)} verdicts.{rest}{missing}"
+            "open" if undecided else "no", question, "Not shown.", f"In none of {len(told)} verdicts.{rest}{missing}"
         )
     sentence = f"In {len(yes)} of {len(told)} verdicts: {_names(yes)}.{rest}{missing}"
     return answer("yes", question, "Yes." if len(yes) == len(told) else "In some.", sentence)

@@ -83,7 +83,7 @@ def planted_arm(
     runs = {seed: planted_run(seed, loss, norm, **run) for seed in seeds}
     moves = norm == "learned"
     lines = [{"step": s, "gamma_q": 0.5 + moves * s / 100, "gamma_d": 0.5 - moves * s / 100} for s in (10, 20, 30)]
-    kept = {seed: lines for seed in seeds} if logs else {}
+    kept = dict.fromkeys(seeds, lines) if logs else {}
     return Arm(name or f"{loss} {norm}", settings, runs, kept, starts or {}, initial)
 
 
