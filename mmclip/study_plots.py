@@ -18,7 +18,7 @@ WIDTH = 5.0  # inches; half of it is shown on a telephone
 NORM_MARKERS = {"qnorm": "o", "cosine": "s", "dot": "^", "dnorm": "v", "learned": "D"}
 SPAN = {"light": (0.0, 0.88), "dark": (0.2, 1.0)}  # of viridis: what can be seen on the paper
 LABEL_ROW = 0.17  # inches of a row of the legend
-LONG_LABEL = 24  # characters beyond which the legend has one column
+LONG_LABEL = 32  # characters beyond which the legend has one column
 
 
 BAR_ENDS = ((-1, 0), (1, 0), (0, -1), (0, 1))  # of an error bar, in standard deviations
@@ -53,7 +53,7 @@ def frontier_figure(theme: Theme, points: Sequence[Point], share: float) -> Any:
     from matplotlib.lines import Line2D
 
     names = [f"{p.number}  {legend_label(p.name)}" for p in points]
-    columns = 1 if max(map(len, names)) > LONG_LABEL + 4 else 2
+    columns = 1 if max(map(len, names)) > LONG_LABEL else 2
     rows = -(-(len(points) + 2) // columns)
     figure, axes = new_figure(theme, WIDTH, 4.2 + LABEL_ROW * rows, DPI)
     scale = colours(theme)
@@ -64,7 +64,7 @@ def frontier_figure(theme: Theme, points: Sequence[Point], share: float) -> Any:
         style["markersize"] = 11 if p.kept else 6.5
         x, y = p.native
         xerr, yerr = p.sd or (None, None)
-        axes.errorbar(x, y, xerr=xerr, yerr=yerr, elinewidth=0.8, capsize=1.5, zorder=4, **style)
+        axes.errorbar(x, y, xerr=xerr, yerr=yerr, elinewidth=0.8, capsize=1.5, zorder=6 if p.kept else 4, **style)
         if p.corrected is not None:
             axes.plot(*zip(p.native, p.corrected, strict=True), color=colour, linewidth=0.9, linestyle=":", zorder=2)
             axes.plot(*p.corrected, fillstyle="left", markerfacecoloralt=theme.paper, zorder=3, **style)
@@ -151,7 +151,8 @@ def label_offsets(
 def heat_figure(theme: Theme, names: Sequence[str], scorings: Sequence[str], values: Array, top: float) -> Any:
     """success@1 of arms, down, by scorings, across: values [A, S], NaN where there is none; ``top``: of the
     colours."""
-    figure, axes = new_figure(theme, WIDTH + 0.6, 0.7 + 0.235 * len(names), DPI)
+    labels = [legend_label(name) for name in names]
+    figure, axes = new_figure(theme, 4.3 + 0.062 * max(map(len, labels)), 0.7 + 0.235 * len(names), DPI)
     axes.grid(False)
     scale = colours(theme)
     axes.imshow(values, cmap=scale, vmin=0, vmax=top, aspect="auto")
@@ -163,7 +164,7 @@ def heat_figure(theme: Theme, names: Sequence[str], scorings: Sequence[str], val
         text = f"{value:.3f}".removeprefix("0") if known else "–"
         axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color=colour)
     axes.set_xticks(range(len(scorings)), scorings)
-    axes.set_yticks(range(len(names)), [legend_label(name) for name in names])
+    axes.set_yticks(range(len(names)), labels)
     axes.tick_params(length=0, labelsize=8, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
     return figure

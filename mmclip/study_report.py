@@ -16,7 +16,6 @@ import numpy as np
 from mmclip import study_judgements, study_tables
 from mmclip.errors import UsageError, one_line
 from mmclip.files import write_text_atomically
-from mmclip.plots import RUN_COLOURS
 from mmclip.report import page_environment
 from mmclip.report_plots import Picture, Series, curves_figure, write_picture
 from mmclip.report_source import is_number
@@ -79,7 +78,6 @@ def write_study(
     content = {
         "title": one_line(title, 120),
         "notes": [one_line(note, 600) for note in notes],
-        "run_colours": RUN_COLOURS,
         "kept": f"{KEPT:.0%}",
         "data": _data(study),
         "counts": _counts(study, failed),
@@ -159,7 +157,8 @@ def _frontier(study: Study, rows: Sequence[Json], kept: Sequence[Json], folder: 
         "Up and to the right is better. Filled: native, bars one standard deviation over seeds; half filled: "
         f"corrected. Star: sym/cosine; dashed: {KEPT:.0%} of it. Arms on less data or permuted pairs: see the table."
     )
-    return [write_picture(folder, "frontier", alt, caption, partial(frontier_figure, points=points, share=KEPT))]
+    draw = partial(frontier_figure, points=points, share=KEPT)
+    return [write_picture(folder, "frontier", alt, caption, draw, palette=False)]
 
 
 def _heat_maps(rows: Sequence[Json], folder: Path) -> list[Picture]:

@@ -90,7 +90,7 @@ def _verdicts(rows: Sequence[Json], kind: str) -> Json:
             "open" if undecided else "no", question, "Not shown.", f"In none of {len(told)} verdicts.{rest}{missing}"
         )
     sentence = f"In {len(yes)} of {len(told)} verdicts: {_names(yes)}.{rest}{missing}"
-    return answer("yes", question, "Yes." if len(yes) == len(told) else "In some.", sentence)
+    return answer("yes", question, "Yes." if len(yes) == len(real) else "In some.", sentence)
 
 
 def _why(rows: Sequence[Json], kind: str) -> str:

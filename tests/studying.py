@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,12 @@ from mmclip.results import Results
 from mmclip.similarity import Direction, Exponents, Normalization
 from mmclip.study_arms import Arm
 
+# Fields of the settings that a study looks at, whether this version's training has them or not
+LATER = {"train_fraction": None, "permute_pairs": False, "init_from": None}
+KNOWN = {field.name for field in dataclasses.fields(TrainSettings)}
+Settings = dataclasses.make_dataclass(
+    "Settings", [(k, Any, v) for k, v in LATER.items() if k not in KNOWN], bases=(TrainSettings,)
+)
 N, CAPTIONS, DIM = 60, 2, 16
 WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}
 
@@ -27,6 +34,7 @@ def planted_run(
     lengths: float = 0.0,
     weight: float | None = None,
     permuted: bool = False,
+    bank: bool = True,
     resamples: int = 20,
 ) -> Results:
     """A run over pictures that come as twins, whose captions describe the first of each; all seeds and arms answer the
@@ -58,11 +66,11 @@ def planted_run(
         "data": {"path": "planted", "split": "val"},
     }
     directions = [d for d, w in ((Direction.I2T, weight), (Direction.T2I, 1 - weight)) if w > 0]
-    bank = Bank("train", {"text": text[::2], "image": image[::2]})
+    evidence = Bank("train", {"text": text[::2], "image": image[::2]}) if bank else None
     pairs = torch.stack([own, torch.arange(len(own))], 1)
     keys, captions = [f"k{i}" for i in range(N)], [f"caption {t}" for t in range(len(own))]
     data = EvalData(image, text, pairs, keys, captions)
-    return evaluate(data, exponents, facts, resamples=resamples, scales=dict.fromkeys(directions, 14.0), bank=bank)
+    return evaluate(data, exponents, facts, resamples=resamples, scales=dict.fromkeys(directions, 14.0), bank=evidence)
 
 
 def planted_arm(
@@ -76,10 +84,9 @@ def planted_arm(
     changes: dict[str, Any] | None = None,
     **run: Any,
 ) -> Arm:
-    """An arm of planted runs. changes: attributes of its settings, those of later versions too."""
-    settings = TrainSettings(loss=loss, norm=norm, i2t_weight=run.get("weight") if loss == "sym" else None)
-    for key, value in (changes or {}).items():
-        setattr(settings, key, value)
+    """An arm of planted runs. changes: of its settings."""
+    weight = run.get("weight") if loss == "sym" else None
+    settings = Settings(loss=loss, norm=norm, i2t_weight=weight, **changes or {})
     runs = {seed: planted_run(seed, loss, norm, **run) for seed in seeds}
     moves = norm == "learned"
     lines = [{"step": s, "gamma_q": 0.5 + moves * s / 100, "gamma_d": 0.5 - moves * s / 100} for s in (10, 20, 30)]

@@ -32,6 +32,9 @@ FORBIDDEN = {
     "array_files": {"similarity", "pools", "towers", "data", "evaluation"},
     "saved_embeddings": {"towers", "build", "data", "losses", "evaluation", "training"},
     "serving": {"towers", "build", "data", "losses", "retrieval", "evaluation", "training"},
+    "seed_bootstrap": {"similarity", "results", "comparison"},
+    "study_numbers": {"towers", "build", "data", "losses", "training", "evaluation", "report"},
+    "study_report": {"towers", "build", "losses", "training", "run"},
     "config_embed": {"similarity", "losses", "training", "build"},
     "config": {"similarity", "losses", "training", "build"},
 }
