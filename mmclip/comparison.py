@@ -6,12 +6,13 @@ as one), which removes what the two share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip import diagnostics, metrics
+from mmclip import diagnostics, metrics, seed_bootstrap
 from mmclip.correction import trained_directions
 from mmclip.errors import UsageError, one_line
 from mmclip.pools import MAIN_POOL
@@ -21,6 +22,7 @@ from mmclip.similarity import Direction
 Array = NDArray[Any]
 Json = dict[str, Any]
 SEED = 0
+ONE_CLUSTER = "all queries are one image's"
 
 
 def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed: int = SEED) -> Json:
@@ -30,7 +32,7 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
     that the interval holds 0, or that there is none ("ci" None): all queries are one image's, which have no spread to
     tell. Errors: UsageError where the runs were not evaluated on the same data.
     """
-    _same_data(a, b)
+    same_data(a, b)
     report: Json = {}
     for pool, section in b.pools.items():
         if pool not in a.pools:
@@ -45,8 +47,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
             ]
             clusters = b.array(f"{pool}/{direction}/clusters")
             found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
-            several = _several(clusters)
-            report[pool][direction] = {s: {m: _delta(next(found), several) for m in metrics.RATES} for s in names}
+            spread = several(clusters)
+            report[pool][direction] = {s: {m: _delta(next(found), spread) for m in metrics.RATES} for s in names}
     return report
 
 
@@ -58,7 +60,7 @@ def scoring_gain(run: Results, pool: str, direction: str, before: str, after: st
 
 def change(a: Array, b: Array, clusters: Array) -> Json:
     """b - a over the same queries, a [Q], b [Q], clusters [Q]: {"delta", "ci", "within_noise"}."""
-    return _delta(metrics.paired_difference(a, b, clusters, seed=SEED), _several(clusters))
+    return _delta(metrics.paired_difference(a, b, clusters, seed=SEED), several(clusters))
 
 
 def verdict(
@@ -73,9 +75,8 @@ def verdict(
 ) -> Json:
     """Was the candidates' length learned, and is it useful? {"pool", "direction", "learned": {...}, "useful": {...}}.
 
-    control: the same loss and seed with the candidate side normalized in training (gamma_d = 1), whose lengths no loss
-    ever saw. baseline: the sym/cosine run. direction: the trained one; a run that trained both needs it named.
-
+    control: the same loss and seed, the candidate side normalized in training (gamma_d = 1), whose lengths no loss saw.
+    baseline: the sym/cosine run. direction: the trained one; a run that trained both needs it named.
     LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
     USEFUL: (1) success@1 native - cosine of the run is above 0 and exceeds the control's dot - cosine: both paired
     intervals lie above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0,
@@ -91,23 +92,42 @@ def verdict(
         if len(trained) > 1:
             raise UsageError("the run trained both directions; name one of: i2t, t2i")
         direction = trained[0]
+    baselines = None if baseline is None else [baseline]
+    return pooled_verdict([run], [control], baselines, pool, direction, resamples=resamples, seed=seed)
+
+
+def pooled_verdict(
+    runs: Sequence[Results],
+    controls: Sequence[Results],
+    baselines: Sequence[Results] | None,
+    pool: str,
+    direction: Direction,
+    *,
+    resamples: int = metrics.RESAMPLES,
+    seed: int = SEED,
+) -> Json:
+    """:func:`verdict` on one setting trained with several seeds: the same questions of the means over seeds.
+
+    runs, controls, baselines: one a training seed, in the same order. Intervals draw queries and seeds
+    (seed_bootstrap), of one seed queries alone.
+    """
     direction = Direction(direction)
-    for other in (control, baseline):
-        if other is not None:
-            _same_data(run, other)
-    _check_control(run, control)
-    if baseline is not None:
+    for other in (*runs[1:], *controls, *(baselines or [])):
+        same_data(runs[0], other)
+    for run, control in zip(runs, controls, strict=True):
+        _check_control(run, control)
+    for baseline in baselines or []:
         _check_baseline(baseline)
     where = (pool, direction.value)
     options = {"resamples": resamples, "seed": seed}
     report: Json = {"pool": pool, "direction": direction.value}
-    if run.json["evaluation"]["native"]["gamma_d"] == 1:
+    if all(run.json["evaluation"]["native"]["gamma_d"] == 1 for run in runs):
         blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
         return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
-    if not _several(run.array("/".join((*where, "clusters")))):
-        return report | {kind: _undecided("all queries are one image's") for kind in ("learned", "useful")}
-    report["learned"] = _learned(run, control, where, direction, options)
-    report["useful"] = _useful(run, control, baseline, where, options)
+    if not several(runs[0].array("/".join((*where, "clusters")))):
+        return report | {kind: _undecided(ONE_CLUSTER) for kind in ("learned", "useful")}
+    report["learned"] = _learned(runs, controls, where, direction, options)
+    report["useful"] = _useful(runs, controls, baselines, where, options)
     return report
 
 
@@ -115,26 +135,29 @@ def verdicts(run: Results, control: Results, baseline: Results | None = None) ->
     """The verdicts on a run whose documents keep some length and whose loss and seed are the control's, one a pool; []
     for any other run. Errors: UsageError, as of :func:`verdict`."""
     mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
-    if mine.get("loss") != controls.get("loss") or mine.get("gamma_d") in (None, 1.0) or _seeds_differ(run, control):
+    if _losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or _seeds_differ(run, control):
         return []
     return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
 
-def _learned(run: Results, control: Results, where: tuple[str, str], direction: Direction, options: Json) -> Json:
+def _learned(
+    runs: Sequence[Results], controls: Sequence[Results], where: tuple[str, str], direction: Direction, options: Json
+) -> Json:
     prefix = "/".join(where)
-    clusters = run.array(f"{prefix}/clusters")
+    clusters = runs[0].array(f"{prefix}/clusters")
     values, samples = [], []
-    for results in (run, control):
-        moments = results.array(f"{prefix}/topk_moments")
-        level = float(results.array(f"{prefix}/length_level")[0])
-        values.append(float(diagnostics.d_from_moments(moments.sum(axis=0), level)))
-        samples.append(diagnostics.d_from_moments(metrics.cluster_sums(moments, clusters, **options), level))
+    for group in (runs, controls):
+        moments = np.stack([r.array(f"{prefix}/topk_moments") for r in group], axis=1)  # [Q, S, 6]
+        levels = np.array([float(r.array(f"{prefix}/length_level")[0]) for r in group])
+        values.append(float(diagnostics.d_from_moments(moments.sum(axis=0), levels).mean()))
+        sums = metrics.cluster_sums(moments.reshape(len(moments), -1), clusters, **options)
+        samples.append(diagnostics.d_from_moments(sums.reshape(-1, *moments.shape[1:]), levels))
     side = direction.document_side
     for name, value in zip(("run", "control"), values, strict=True):
         if not np.isfinite(value):
             reason = f"d(topk) of the {name}'s {side} lengths does not exist: a group is empty or lengths do not vary"
             return _undecided(reason)
-    difference = samples[0] - samples[1]
+    difference = seed_bootstrap.over_seeds(samples[0] - samples[1], seed=options["seed"])
     difference = difference[np.isfinite(difference)]
     if len(difference) < diagnostics.MIN_DEFINED * options["resamples"]:
         return _undecided(f"too few queries: d(topk) of the {side} lengths exists in too few resamples")
@@ -153,17 +176,23 @@ def _learned(run: Results, control: Results, where: tuple[str, str], direction: 
     }
 
 
-def _useful(run: Results, control: Results, baseline: Results | None, where: tuple[str, str], options: Json) -> Json:
+def _useful(
+    runs: Sequence[Results],
+    controls: Sequence[Results],
+    baselines: Sequence[Results] | None,
+    where: tuple[str, str],
+    options: Json,
+) -> Json:
     metric = "success@1"
 
-    def hits(results: Results, scoring: str) -> Array:
-        return results.query_values(*where, scoring, metric).astype(np.float64)
+    def hits(group: Sequence[Results], scoring: str) -> Array:  # [S, Q]
+        return np.stack([r.query_values(*where, scoring, metric).astype(np.float64) for r in group])
 
-    clusters = run.array("/".join((*where, "clusters")))
-    own = hits(run, NATIVE) - hits(run, "cosine")
-    luck = hits(control, "dot") - hits(control, "cosine")
-    gain = metrics.paired_difference(luck, own, clusters, **options)
-    helps = metrics.mean_intervals(own[:, None], clusters, **options)[0]
+    clusters = runs[0].array("/".join((*where, "clusters")))
+    own = hits(runs, NATIVE) - hits(runs, "cosine")
+    luck = hits(controls, "dot") - hits(controls, "cosine")
+    gain = seed_bootstrap.mean_interval(own - luck, clusters, **options)
+    helps = seed_bootstrap.mean_interval(own, clusters, **options)
     report: Json = {
         "metric": metric,
         "native_minus_cosine_run": float(own.mean()),
@@ -177,11 +206,11 @@ def _useful(run: Results, control: Results, baseline: Results | None, where: tup
         f"length gives {_signed(*helps, 3)} {metric} against {luck.mean():+.3f} in the control, difference "
         f"{_signed(*gain, 3)}"
     )
-    if baseline is None:
+    if baselines is None:
         if above:
             return {**report, **_undecided(f"{words}; without the sym/cosine run the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
-    beside = metrics.paired_difference(hits(baseline, "cosine"), hits(run, NATIVE), clusters, **options)
+    beside = seed_bootstrap.mean_interval(hits(runs, NATIVE) - hits(baselines, "cosine"), clusters, **options)
     report["native_minus_baseline_cosine"] = _delta(beside)
     words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
     if above and beside[0] >= 0 >= beside[1]:
@@ -199,21 +228,21 @@ def _signed(delta: float, lo: float, hi: float, digits: int) -> str:
     return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
 
 
-def _delta(found: tuple[float, float, float], several: bool = True) -> Json:
+def _delta(found: tuple[float, float, float], spread: bool = True) -> Json:
     """(difference, low, high) as results have it; "within_noise" says that the interval holds 0, or that there is none
-    because all queries are one cluster's (``several`` False)."""
+    because all queries are one cluster's (``spread`` False)."""
     delta, lo, hi = found
-    if not several:
+    if not spread:
         return {"delta": delta, "ci": None, "within_noise": True}
     return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
 
 
-def _several(clusters: Array) -> bool:
+def several(clusters: Array) -> bool:
     """One cluster has no spread, which is not the same as certainty."""
     return len(np.unique(clusters)) > 1
 
 
-def _same_data(a: Results, b: Results) -> None:
+def same_data(a: Results, b: Results) -> None:
     """Errors: UsageError naming both sides where two runs did not answer the same queries over the same candidates."""
     for key in ("fingerprint", "n_queries", "n_images", "n_texts"):
         left, right = a.json["data"].get(key), b.json["data"].get(key)
@@ -236,6 +265,12 @@ def _seeds_differ(run: Results, control: Results) -> bool:
     return len({run.seed, control.seed} - {None}) > 1
 
 
+def _losses_differ(mine: Json, controls: Json) -> bool:
+    """Whether two losses weigh the directions differently: sym with i2t_weight 1 is asym-i2t."""
+    weights = [facts.get("i2t_weight") for facts in (mine, controls)]
+    return weights[0] != weights[1] if None not in weights else mine.get("loss") != controls.get("loss")
+
+
 def _check_baseline(baseline: Results) -> None:
     trained = baseline.json.get("trained_with") or {}
     native = baseline.json["evaluation"]["native"]
@@ -247,11 +282,11 @@ def _check_baseline(baseline: Results) -> None:
 
 
 def _check_control(run: Results, control: Results) -> None:
-    loss, control_loss = ((r.json.get("trained_with") or {}).get("loss") for r in (run, control))
-    if loss != control_loss:
+    facts = [r.json.get("trained_with") or {} for r in (control, run)]
+    if _losses_differ(*facts):
+        told = [one_line(f.get("loss")) + (f" (i2t_weight {w})" if (w := f.get("i2t_weight")) else "") for f in facts]
         raise UsageError(
-            f"the control was trained with the loss {one_line(control_loss)}, the run with {one_line(loss)}: "
-            "a control has the run's loss"
+            f"the control was trained with the loss {told[0]}, the run with {told[1]}: a control has the run's loss"
         )
     if _seeds_differ(run, control):
         raise UsageError(

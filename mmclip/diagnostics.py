@@ -68,15 +68,15 @@ def split_moments(lengths: Array, relevant: Array) -> Array:
     return np.stack(halves, axis=-1)
 
 
-def d_from_moments(moments: Array, level: float) -> Array:
-    """Cohen's d of moments [..., 6] of centred lengths whose mean was ``level``; NaN where it does not exist."""
+def d_from_moments(moments: Array, level: float | Array) -> Array:
+    """Cohen's d of moments [..., 6] of centred lengths whose mean was ``level`` [...]; NaN where it does not exist."""
     n1, s1, q1, n2, s2, q2 = np.moveaxis(moments, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         mean1, mean2 = s1 / n1, s2 / n2
         within = np.maximum(q1 - s1 * mean1, 0.0) + np.maximum(q2 - s2 * mean2, 0.0)
         pooled = np.sqrt(within / (n1 + n2 - 2.0))
         d = (mean1 - mean2) / pooled
-    exists = (n1 >= 1) & (n2 >= 1) & (n1 + n2 > 2) & (pooled > FLAT_CV * abs(level))
+    exists = (n1 >= 1) & (n2 >= 1) & (n1 + n2 > 2) & (pooled > FLAT_CV * np.abs(level))
     return np.where(exists, d, np.nan)
 
 

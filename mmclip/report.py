@@ -59,12 +59,13 @@ def write_report(
     controls, baselines = (load_run(str(p)) if p is not None else None for p in (control, baseline))
     with told_of(", ".join(str(r.folder) for r in found)):
         content = _content(found, path.with_suffix(""), controls, baselines)
-    page = _environment().get_template("report.html.j2").render(content)
+    page = page_environment().get_template("report.html.j2").render(content)
     write_text_atomically(path, page.encode("utf-8", "backslashreplace").decode())  # a path that is not UTF-8
     return path
 
 
-def _environment() -> Environment:
+def page_environment() -> Environment:
+    """Of the templates: everything is escaped, and a name that is not there is an error."""
     return Environment(
         loader=PackageLoader("mmclip"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

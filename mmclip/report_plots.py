@@ -54,17 +54,20 @@ class Series(NamedTuple):
     values: Sequence[float]
 
 
-def write_picture(folder: Path, name: str, alt: str, caption: str, draw: Callable[[Theme], Any]) -> Picture:
-    """``draw`` a figure for both kinds of page into folder/NAME-light.png and -dark.png."""
+def write_picture(
+    folder: Path, name: str, alt: str, caption: str, draw: Callable[[Theme], Any], *, palette: bool = True
+) -> Picture:
+    """``draw`` a figure for both kinds of page into folder/NAME-light.png and -dark.png; palette: as of
+    :func:`small_png`."""
     files = [write_png(draw(theme), folder / f"{name}-{theme.name}.png") for theme in (LIGHT, DARK)]
-    return picture_of(files, alt, caption)
+    return picture_of(files, alt, caption, palette=palette)
 
 
-def picture_of(files: Sequence[Path], alt: str, caption: str) -> Picture:
+def picture_of(files: Sequence[Path], alt: str, caption: str, *, palette: bool = True) -> Picture:
     """The PNGs for light and for dark, made smaller where they are, as a picture of the page."""
     uris, size = [], (0, 0)
     for path in files:
-        content, size = small_png(path)
+        content, size = small_png(path, palette)
         write_atomically(path, partial(_write, content=content))
         uris.append(data_uri(content, "png"))
     return Picture(alt, caption, uris[0], uris[1], *size)
@@ -78,11 +81,14 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def small_png(path: Path) -> tuple[bytes, tuple[int, int]]:
-    """(a PNG with a palette, (width, height) in the page's pixels) of a PNG."""
+def small_png(path: Path, palette: bool = True) -> tuple[bytes, tuple[int, int]]:
+    """(a PNG with a palette, (width, height) in the page's pixels) of a PNG; without ``palette`` every colour is kept,
+    which a colour map needs."""
     small = io.BytesIO()
     with Image.open(path) as image:
-        image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        found = image.convert("RGB")
+        found = found.quantize(COLOURS, dither=Image.Dither.NONE) if palette else found
+        found.save(small, "PNG", optimize=True)
         return small.getvalue(), (image.width // 2, image.height // 2)
 
 

@@ -48,11 +48,13 @@ class Arm:
 
 def control_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
     """The arm of the same directions and data whose documents' length no loss ever saw (gamma_d 1); None where there is
-    none. Of several the one that differs least; cosine before dnorm."""
+    none. Of several the one that differs least; cosine before dnorm, which is one for a single direction only: trained
+    both ways, the documents of one direction are the queries of the other, whose length it keeps."""
+    norms = ("cosine", "dnorm") if arm.i2t_weight in (0, 1) else ("cosine",)
     candidates = [
         other
         for other in arms
-        if other.settings.norm in ("cosine", "dnorm") and other.i2t_weight == arm.i2t_weight and _comparable(arm, other)
+        if other.settings.norm in norms and other.i2t_weight == arm.i2t_weight and _comparable(arm, other)
     ]
     return min(candidates, key=lambda o: (o.settings.norm != "cosine", _distance(arm, o)), default=None)
 
