@@ -72,7 +72,11 @@ class TrainSettings(DataSettings, LossSettings):
         metavar="K",
     )
     lr: float = flag(5e-4, OPTIMIZATION, "peak learning rate of the towers and of alpha")
-    gamma_lr: float = flag(1e-2, OPTIMIZATION, "peak learning rate of gamma (at the towers' it cannot move)")
+    gamma_lr: float = flag(
+        1e-2,
+        OPTIMIZATION,
+        "peak learning rate of gamma (at the towers' it cannot move); 0 holds it at --gamma-init",
+    )
     wd: float = flag(0.2, OPTIMIZATION, "weight decay of matrices; biases, norms, alpha and gamma have none")
     proj_wd: float | None = flag(
         None,
@@ -169,8 +173,8 @@ class TrainSettings(DataSettings, LossSettings):
             "force_image_size",
             "force_context_length",
         )
-        above_zero = ("lr", "gamma_lr", "eps", "grad_clip_norm")
-        not_negative = ("wd", "proj_wd", "warmup", "seed")
+        above_zero = ("lr", "eps", "grad_clip_norm")
+        not_negative = ("gamma_lr", "wd", "proj_wd", "warmup", "seed")
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
             (above_zero, "a number above 0", lambda v: v > 0),

@@ -61,6 +61,7 @@ EXAMPLES = """the study's file: settings of train_clip.py for all runs, and
     - {loss: sym, norm: [cosine, dot, qnorm]}
     - {loss: sym, norm: qnorm, i2t_weight: [0, 0.25, 0.5, 0.75, 1]}
     - {loss: sym, norm: dot, init_from: sym cosine, name: fine-tuned}     from the run of that arm and seed
+    - {loss: sym, norm: learned, seeds: [0, 1, 2, 3, 4]}                  with seeds of its own
 
 examples:
   python scripts/run_study.py

@@ -10,6 +10,10 @@ from mmclip.config import TrainSettings
 from mmclip.results import Results
 
 Json = dict[str, Any]
+# What changes neither a run's numbers nor what is measured of it
+COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
+            "report", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
+            "grad_checkpointing")  # fmt: skip
 # What two arms must share to be compared: which questions are asked, and what was there to learn from. The rest (loss,
 # schedules, optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
 SHARED = ("train_data", "train_split", "train_num_samples", "train_fraction", "permute_pairs", "val_data", "val_split",

@@ -5,7 +5,7 @@ docs/study.md states each claim with its statistic, its control and the rule; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from mmclip.report_source import is_number
@@ -106,7 +106,9 @@ def _lengths(study: Study) -> Iterator[Json]:
         lo, hi = learned.get("ci") or (None, None)
         reason = "" if lo is not None else learned.get("reason", "no arm with a control")
         found = Estimate(learned.get("delta"), lo, hi, len(arm.runs) if arm else 0, reason)
-        verdict = MISSING if lo is None else REPRODUCED if lo > 0 else UNDERPOWERED if hi >= SMALL_D else NOT
+        verdict = (
+            MISSING if lo is None or hi is None else REPRODUCED if lo > 0 else NOT if hi < SMALL_D else UNDERPOWERED
+        )
         paper = PAPER[loss, "qnorm"].d_text if d == "i2t" else PAPER[loss, "qnorm"].d_image
         statement = f"documents' length separates relevant from irrelevant: d(topk) of {loss}/qnorm minus the control's"
         more = {"paper": paper, "arm_d": learned.get("d_run"), "control_d": learned.get("d_control")}
@@ -116,7 +118,7 @@ def _lengths(study: Study) -> Iterator[Json]:
 def _gammas(study: Study) -> Iterator[Json]:
     """T9: learned exponents at the end, at the encoders' learning rate and at one of their own."""
     for arm in study.arms:
-        if arm.settings.norm != "learned" or permuted(arm) or arm.i2t_weight != 0.5 or initial(arm):
+        if arm.settings.norm != "learned" or permuted(arm) or initial(arm) or not setting(arm, "gamma_lr"):
             continue
         ends = [run.json["trained_with"] for run in arm.runs.values()]
         off = [max(abs(float(e[k]) - 0.5) for k in ("gamma_q", "gamma_d")) for e in ends]
@@ -162,7 +164,7 @@ def _start(study: Study) -> Iterator[Json]:
         for d in trained(arm) if scratch is not None and arm.settings.i2t_weight is None else []:
             assert scratch is not None
             sides = [Scored(a, d, s) for a in (arm, scratch) for s in (NATIVE, "cosine")]
-            found = study.estimate(sides, lambda x: x[0] / x[1] / (x[2] / x[3]))
+            found = study.estimate(sides, None, lambda x: x[0] / x[1] / (x[2] / x[3]))
             verdict = (
                 MISSING if found.lo is None else REPRODUCED if found.lo > 1 else NOT if found.below(1) else UNDERPOWERED
             )
@@ -210,17 +212,10 @@ def _nulls(study: Study) -> Iterator[Json]:
             row = said.get((arm.name, d), {})
             positive = [k for k in ("learned", "useful") if row.get(k) == "yes"]
             positive += ["above chance"] if mean.above(chance) else []
-            yield _row("B3", f"nothing is found where there is nothing: {arm.name}", d, "found" if positive else "clean",
-                       mean, chance=chance, counts=", ".join(positive))  # fmt: skip
+            statement = f"nothing is found where there is nothing: {arm.name}"
+            verdict = "found" if positive else "clean"
+            yield _row("B3", statement, d, verdict, mean, chance=chance, counts=", ".join(positive))
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def summary(rows: Sequence[Json]) -> dict[str, list[str]]:
-    """claim -> its rows' verdicts, in order."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        found.setdefault(row["claim"], []).append(row["verdict"])
-    return found

@@ -106,8 +106,8 @@ def keeps_both(study: Study) -> Sheet:
     """Whether both directions keep ``KEPT`` of sym/cosine's native success@1, by the lower ends of paired ratios.
 
     How an arm is served is a rule and not the better result: a trained direction natively and an untrained one
-    corrected; an arm trained both ways natively, and in a row of its own corrected. Rows without ``by_rule`` show what
-    a one-sided arm keeps without the correction and decide nothing.
+    corrected; an arm trained both ways natively, corrected, or one direction so and the other so, each in a row of its
+    own. Rows without ``by_rule`` show what a one-sided arm keeps without the correction and decide nothing.
     """
     rows = []
     for arm in study.arms:
@@ -118,6 +118,9 @@ def keeps_both(study: Study) -> Sheet:
         ways.append((CORRECTED, True, dict.fromkeys(DIRECTIONS, CORRECTED)))
         if len(trained(arm)) == 1:
             ways[1] = ("native where trained, else corrected", True, {d: served(arm, d) for d in DIRECTIONS})
+        else:
+            for d, other in (DIRECTIONS, DIRECTIONS[::-1]):
+                ways.append((f"{d} corrected, {other} native", True, {d: CORRECTED, other: NATIVE}))
         for name, by_rule, scorings in ways:
             row: Json = {"arm": arm.name, "served": name, "by_rule": by_rule, "null": permuted(arm)}
             row |= {"baseline": baseline and baseline.name}
@@ -208,11 +211,11 @@ def _fisher_row(study: Study, qnorm: Arm, dnorm: Arm, starts: Sequence[Arm], dir
 
 
 def kappas(arm: Arm, direction: str, seed: int) -> tuple[dict[str, float], str]:
-    """(matrix -> log10 κ, "") of start.json, which has "diagnostics" as results.json has them; or ({}, reason)."""
+    """(matrix -> log10 κ, "") of start.json, measured over training pairs; or ({}, reason)."""
     start = arm.starts.get(seed)
     if not start:
         return {}, "nothing was measured before training"
-    section, reason = value_at(start, ["diagnostics", direction, "fisher"])
+    section, reason = value_at(start, ["fisher", direction])  # over training pairs, of which there are enough
     if isinstance(section, dict) and section.get("status") == "undetermined":
         return {}, f"κ is undetermined: {section.get('reason')}"
     told = {name: value_at(section, [name, "log10_kappa", "value"])[0] for name in MATRICES}

@@ -164,15 +164,15 @@ class Study:
 
     def mean(self, scored: Scored, seeds: Sequence[int] | None = None) -> Estimate:
         """Mean success@1 of the arm, with its interval over queries and seeds."""
-        return self._estimate([scored], seeds, lambda x: x[0])
+        return self.estimate([scored], seeds, lambda x: x[0])
 
     def difference(self, after: Scored, before: Scored, seeds: Sequence[int] | None = None) -> Estimate:
         """Mean success@1 of ``after`` less that of ``before``, paired, over the seeds that both have."""
-        return self._estimate([after, before], seeds, lambda x: x[0] - x[1])
+        return self.estimate([after, before], seeds, lambda x: x[0] - x[1])
 
     def ratio(self, of: Scored, to: Scored, seeds: Sequence[int] | None = None) -> Estimate:
         """Mean success@1 of ``of`` over that of ``to``, paired, over the seeds that both have."""
-        return self._estimate([of, to], seeds, lambda x: x[0] / x[1])
+        return self.estimate([of, to], seeds, lambda x: x[0] / x[1])
 
     def verdict(self, arm: Arm, direction: str) -> Json:
         """comparison.pooled_verdict against the arm's control and baseline over the seeds that all have, with their
@@ -193,7 +193,8 @@ class Study:
             return {**report, "reason": str(error)}
         return {**report, "n_seeds": len(seeds), **found}
 
-    def _estimate(self, sides: Sequence[Scored], seeds: Sequence[int] | None, combine: Any) -> Estimate:
+    def estimate(self, sides: Sequence[Scored], seeds: Sequence[int] | None, combine: Any) -> Estimate:
+        """``combine`` of the sides' means over the seeds that all of them have, [n_sides] or, drawn, [n_sides, B]."""
         common = [s for s in sides[0].arm.seeds_with(*(side.arm for side in sides)) if seeds is None or s in seeds]
         for side in sides:
             common = [s for s in common if self.rate(side.arm.runs[s], side.direction, side.scoring) is not None]

@@ -224,7 +224,24 @@ def _fisher(rows: Rows) -> Table:
     return page_table("κ before training", "loss, direction, seed", told, columns)
 
 
+def _claims(rows: Rows) -> Table:
+    told = []
+    for row in rows:
+        around = 1.0 if row["claim"].startswith(("T1", "T2", "T3", "T4", "T5", "T6", "T7")) else 0.0
+        paper = Cell(rate(row["paper"])) if is_number(row["paper"]) else Cell(NO, kind="none")
+        cells = [
+            Cell(row["verdict"], kind=_VERDICTS.get(row["verdict"], "")),
+            estimate_cell(row, "value", around=around),
+        ]
+        cells += [paper, estimate_cell(row, "smallest_effect"), text_cell(row.get("counts"), 120)]
+        told.append((f"{row['claim']} {row['direction']}", row["statement"], cells))
+    columns = ["verdict", "here", "the paper", "smallest effect that these data show", "counts"]
+    return page_table("claims", "claim", told, columns)
+
+
+_VERDICTS = {"reproduced": "up", "yes": "up", "clean": "up", "not reproduced": "down", "no": "down", "found": "down"}
 _MAKERS = {
+    "claims": _claims,
     "cells": _cells,
     "table6": _table6,
     "frontier": _frontier,

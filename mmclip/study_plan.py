@@ -18,13 +18,10 @@ from mmclip.config_files import convert, converted, find_config, kind_of, name_o
 from mmclip.config_study import StudySettings
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import whole_number
+from mmclip.study_arms import COSMETIC
 
 Json = dict[str, Any]
 MAX_RUNS = 2000  # more is a slip in an axis
-# What changes neither a run's numbers nor what is measured of it
-COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
-            "report", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
-            "grad_checkpointing")  # fmt: skip
 # What only a study sets, for each of its runs
 OURS = ("logs", "name", "resume", "may_change", "compare", "report", "keep_checkpoints", "seed")
 
@@ -69,13 +66,15 @@ def plan_study(settings: StudySettings) -> Plan:
     defaults = {f.name: f.default for f in dataclasses.fields(TrainSettings) if f.name not in OURS}
     asked = _base(path, given.get("config")) | converted(TrainSettings, rest, path) | _overrides(settings.set or [])
     _refuse_ours(asked, path)
-    arms = _arms(given.get("arms"), defaults | asked, path)
-    seeds = settings.seeds or _seeds(given.get("seeds"), path)
-    if len(arms) * len(seeds) > MAX_RUNS:
-        raise UsageError(f"{path}: {len(arms)} arms with {len(seeds)} seeds: more than {MAX_RUNS:,} runs")
+    arms, own_seeds = _arms(given.get("arms"), defaults | asked, path)
+    seeds = settings.seeds or (_seeds(given["seeds"], path) if "seeds" in given else [0])
+    wanted = {name: settings.seeds or own_seeds.get(name, seeds) for name in arms}
+    if (n := sum(map(len, wanted.values()))) > MAX_RUNS:
+        raise UsageError(f"{path}: {n:,} runs, more than {MAX_RUNS:,}")
     folder = Path(settings.logs) / (settings.name or path.stem)
     title = given.get("title")
-    cells = [cell for seed in seeds for cell in _cells(arms, seed, folder, path)]
+    every = list(dict.fromkeys(seed for mine in wanted.values() for seed in mine))
+    cells = [c for seed in every for c in _cells(arms, [a for a in arms if seed in wanted[a]], seed, folder, path)]
     return Plan(title.value if isinstance(title, yaml.ScalarNode) else path.stem.replace("_", " "), folder, cells)
 
 
@@ -117,42 +116,44 @@ def _refuse_ours(values: Mapping[str, Any], path: Path) -> None:
             raise UsageError(f"{path}: {name} is set by the study for each of its runs{instead}")
 
 
-def _seeds(node: yaml.Node | None, path: Path) -> list[int]:
-    if node is None:
-        return [0]
+def _seeds(node: yaml.Node, where: Path) -> list[int]:
     try:
         seeds = [whole_number(n.value) for n in node.value] if isinstance(node, yaml.SequenceNode) else []
     except Exception:  # argparse's own kind, or a node that is no number
         seeds = []
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UsageError(f"{path}: seeds: a list of different whole numbers from 0 on is expected, such as [0, 1, 2]")
+        raise UsageError(f"{where}: seeds: a list of different whole numbers from 0 on is expected, such as [0, 1, 2]")
     return seeds
 
 
 # --- arms -------------------------------------------------------------------------------------------------------------
 
 
-def _arms(node: yaml.Node | None, base: Json, path: Path) -> dict[str, Json]:
-    """Arm's name -> its settings; equal arms once. Errors: UsageError naming the arm."""
+def _arms(node: yaml.Node | None, base: Json, path: Path) -> tuple[dict[str, Json], dict[str, list[int]]]:
+    """Arm's name -> its settings, equal arms once, and -> its seeds, where it has its own. Errors: UsageError."""
     if not isinstance(node, yaml.SequenceNode) or not node.value:
         raise UsageError(f"{path}: arms: a list of settings is expected, such as - {{loss: sym, norm: cosine}}")
     arms: dict[str, Json] = {}
     known: dict[str, str] = {}
+    seeds: dict[str, list[int]] = {}
     for entry in node.value:
         where = f"{path}, line {entry.start_mark.line + 1}"
         if not isinstance(entry, yaml.MappingNode):
             raise UsageError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}, got {kind_of(entry)}")
+        asked = [_seeds(node, Path(where)) for key, node in entry.value if name_of(key) == "seeds"]
         for name, own in _grid(entry, Path(where)):
             _refuse_ours(own, Path(where))
             values = _canonical(base | own)
             name = name or _arm_name(values, base)
             key = json.dumps(values, sort_keys=True)
             if known.setdefault(key, name) != name:
-                continue  # the same arm by another road, such as a lambda of 1 beside asym-i2t
+                name = known[key]  # the same arm by another road, such as a lambda of 1 beside asym-i2t
             if name in arms and arms[name] != values:
                 raise UsageError(f"{where}: two different arms are called {one_line(name, 80)!r}")
             arms[name] = values
-    return arms
+            if asked:
+                seeds[name] = list(dict.fromkeys([*seeds.get(name, []), *asked[0]]))
+    return arms, seeds
 
 
 def _grid(entry: yaml.MappingNode, where: Path) -> Iterator[tuple[str, Json]]:
@@ -161,6 +162,8 @@ def _grid(entry: yaml.MappingNode, where: Path) -> Iterator[tuple[str, Json]]:
     title, plain, axes = "", [], []
     for key, node in entry.value:
         name = name_of(key)
+        if name == "seeds":
+            continue
         if name == "name":
             title = node.value if isinstance(node, yaml.ScalarNode) else ""
             if not title:
@@ -200,9 +203,9 @@ def _shown(value: Any) -> str:
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _cells(arms: Mapping[str, Json], seed: int, folder: Path, path: Path) -> list[Cell]:
-    """The cells of a seed, each after the one that it starts from. Errors: UsageError for settings that no run can
-    have, or arms that start from each other."""
+def _cells(arms: Mapping[str, Json], wanted: list[str], seed: int, folder: Path, path: Path) -> list[Cell]:
+    """The cells of a seed, each after the one that it starts from, which comes along unasked. Errors: UsageError for
+    settings that no run can have, or arms that start from each other."""
     made: dict[str, Cell] = {}
 
     def make(arm: str, above: tuple[str, ...] = ()) -> Cell:
@@ -215,7 +218,7 @@ def _cells(arms: Mapping[str, Json], seed: int, folder: Path, path: Path) -> lis
             made[arm] = _cell(arm, seed, values, start, folder, path)
         return made[arm]
 
-    for arm in arms:
+    for arm in wanted:
         make(arm)
     return list(made.values())
 

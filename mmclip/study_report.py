@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmclip import study_judgements, study_tables
+from mmclip import study_claims, study_judgements, study_tables
 from mmclip.errors import UsageError, one_line
 from mmclip.files import write_text_atomically
 from mmclip.report import page_environment
@@ -46,6 +46,7 @@ SHEETS = (
     study_judgements.keeps_both,
     study_judgements.pretrained,
     study_judgements.fisher,
+    study_claims.claims,
 )
 
 

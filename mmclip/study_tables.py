@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.similarity import CLIP_DIRECTIONS
-from mmclip.study_arms import Arm
+from mmclip.study_arms import COSMETIC, Arm
 from mmclip.study_numbers import (
     Scored,
     Spread,
@@ -53,7 +53,17 @@ PAPER_TABLE6 = (
     PaperRow("TxtNorm-T2I", "asym-t2i", "qnorm", 2.11, 10.89, 1.9, 17.6, 0.2, 23.4),
     PaperRow("NoNorm-T2I", "asym-t2i", "dot", 1.31, 1.21, 8.6, 13.5, 6.9, 16.7),
 )
-OF_A_RUN = ("seed", "name", "logs", "init_from")  # differ within an arm
+# Differ within an arm, or say what is measured of it and not what it is
+OF_A_RUN = (
+    *COSMETIC,
+    "seed",
+    "init_from",
+    "measure_start",
+    "zeroshot_data",
+    "zeroshot_split",
+    "val_steps",
+    "bank_size",
+)
 TABLE6_RATES = [(scoring, direction) for scoring in ("cosine", "dot") for direction in DIRECTIONS]
 
 
@@ -83,7 +93,7 @@ def cells(study: Study) -> Sheet:
                 "gamma_q": facts.get("gamma_q"),
                 "gamma_d": facts.get("gamma_d"),
                 "steps": lines[-1].get("step"),
-                "seconds": run.json.get("seconds"),
+                "seconds": arm.seconds.get(seed),
             }
             for direction in DIRECTIONS:
                 for scoring in SCORINGS:

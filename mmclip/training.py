@@ -77,7 +77,7 @@ class Trainer:
         return Alarms(
             batch=self.batches.joint,
             weights={d.value: float(d in self.loss.trained) for d in self.loss.weights},
-            learned=settings.norm == "learned",
+            learned=settings.norm == "learned" and settings.gamma_lr > 0,
             gamma_init=initial_gammas(settings, self.model),
             scale_max=settings.logit_scale_max,
             warmup=self.warmup,
