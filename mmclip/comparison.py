@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip import diagnostics, metrics, seed_bootstrap
+from mmclip.comparable import check_baseline, check_control, losses_differ, same_data, seeds_differ
 from mmclip.correction import trained_directions
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError
 from mmclip.pools import MAIN_POOL
 from mmclip.results import NATIVE, Results
 from mmclip.similarity import Direction
@@ -115,9 +116,9 @@ def pooled_verdict(
     for other in (*runs[1:], *controls, *(baselines or [])):
         same_data(runs[0], other)
     for run, control in zip(runs, controls, strict=True):
-        _check_control(run, control)
+        check_control(run, control)
     for baseline in baselines or []:
-        _check_baseline(baseline)
+        check_baseline(baseline)
     where = (pool, direction.value)
     options = {"resamples": resamples, "seed": seed}
     report: Json = {"pool": pool, "direction": direction.value}
@@ -135,7 +136,7 @@ def verdicts(run: Results, control: Results, baseline: Results | None = None) ->
     """The verdicts on a run whose documents keep some length and whose loss and seed are the control's, one a pool; []
     for any other run. Errors: UsageError, as of :func:`verdict`."""
     mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
-    if _losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or _seeds_differ(run, control):
+    if losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
         return []
     return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
@@ -240,61 +241,3 @@ def _delta(found: tuple[float, float, float], spread: bool = True) -> Json:
 def several(clusters: Array) -> bool:
     """One cluster has no spread, which is not the same as certainty."""
     return len(np.unique(clusters)) > 1
-
-
-def same_data(a: Results, b: Results) -> None:
-    """Errors: UsageError naming both sides where two runs did not answer the same queries over the same candidates."""
-    for key in ("fingerprint", "n_queries", "n_images", "n_texts"):
-        left, right = a.json["data"].get(key), b.json["data"].get(key)
-        if left != right:
-            names = [one_line(r.json.get("model"), 60) for r in (a, b)]
-            raise UsageError(
-                f"runs over different data cannot be compared: {key} is {one_line(left, 60)} for {names[0]} and "
-                f"{one_line(right, 60)} for {names[1]}; evaluate both on the same data"
-            )
-    for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
-        marks = [r.json["pools"][pool].get("fingerprint") for r in (a, b)]
-        if marks[0] != marks[1]:
-            raise UsageError(
-                f"runs over different distractors cannot be compared: pool {one_line(pool, 60)} is not the same in both"
-            )
-
-
-def _seeds_differ(run: Results, control: Results) -> bool:
-    """Whether both say their seed, and not the same."""
-    return len({run.seed, control.seed} - {None}) > 1
-
-
-def _losses_differ(mine: Json, controls: Json) -> bool:
-    """Whether two losses weigh the directions differently: sym with i2t_weight 1 is asym-i2t."""
-    weights = [facts.get("i2t_weight") for facts in (mine, controls)]
-    return weights[0] != weights[1] if None not in weights else mine.get("loss") != controls.get("loss")
-
-
-def _check_baseline(baseline: Results) -> None:
-    trained = baseline.json.get("trained_with") or {}
-    native = baseline.json["evaluation"]["native"]
-    if trained.get("loss") not in (None, "sym") or (native["gamma_q"], native["gamma_d"]) != (1, 1):
-        raise UsageError(
-            f"the baseline was trained with {one_line(trained.get('loss'))} and the exponents {native['gamma_q']}, "
-            f"{native['gamma_d']}: a baseline is a sym/cosine run"
-        )
-
-
-def _check_control(run: Results, control: Results) -> None:
-    facts = [r.json.get("trained_with") or {} for r in (control, run)]
-    if _losses_differ(*facts):
-        told = [one_line(f.get("loss")) + (f" (i2t_weight {w})" if (w := f.get("i2t_weight")) else "") for f in facts]
-        raise UsageError(
-            f"the control was trained with the loss {told[0]}, the run with {told[1]}: a control has the run's loss"
-        )
-    if _seeds_differ(run, control):
-        raise UsageError(
-            f"the control was trained with seed {control.seed}, the run with {run.seed}: a control has the run's seed"
-        )
-    gamma_d = control.json["evaluation"]["native"]["gamma_d"]
-    if gamma_d != 1:
-        raise UsageError(
-            f"the control keeps its documents' length (gamma_d {gamma_d}); a control is trained with gamma_d 1: "
-            "cosine or dnorm"
-        )

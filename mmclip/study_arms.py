@@ -8,6 +8,7 @@ from typing import Any
 
 from mmclip.config import TrainSettings
 from mmclip.results import Results
+from mmclip.similarity import Direction
 
 Json = dict[str, Any]
 # What changes neither a run's numbers nor what is measured of it
@@ -45,6 +46,12 @@ class Arm:
         asked = 0.5 if self.settings.i2t_weight is None else self.settings.i2t_weight
         return fixed.get(self.settings.loss, asked)
 
+    def trains(self, direction: str) -> bool:
+        """Whether a direction has a weight above 0 at any time."""
+        end = self.settings.i2t_weight_end
+        weights = [self.i2t_weight, *([end] if end is not None else [])]
+        return any((w if direction == Direction.I2T.value else 1 - w) > 0 for w in weights)
+
     def seeds_with(self, *others: Arm) -> list[int]:
         """The seeds that this arm and all ``others`` have finished."""
         return sorted(set(self.runs).intersection(*(o.runs for o in others)))
@@ -58,7 +65,9 @@ def control_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
     candidates = [
         other
         for other in arms
-        if other.settings.norm in norms and other.i2t_weight == arm.i2t_weight and _comparable(arm, other)
+        if other.settings.norm in norms
+        and (other.i2t_weight, other.settings.i2t_weight_end) == (arm.i2t_weight, arm.settings.i2t_weight_end)
+        and _comparable(arm, other)
     ]
     return min(candidates, key=lambda o: (o.settings.norm != "cosine", _distance(arm, o)), default=None)
 
@@ -69,12 +78,19 @@ def baseline_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
     candidates = [
         other
         for other in arms
-        if other.settings.norm == "cosine" and other.i2t_weight == 0.5 and _comparable(arm, other)
+        if other.settings.norm == "cosine"
+        and other.i2t_weight == 0.5
+        and other.settings.i2t_weight_end is None
+        and _comparable(arm, other)
     ]
     return min(candidates, key=lambda o: _distance(arm, o), default=None)
 
 
 def _comparable(a: Arm, b: Arm) -> bool:
+    """Whether ``a`` can be judged against ``b``: the same data and seeds, and no loss of b's ever saw a length that its
+    normalization divides out."""
+    if b.settings.gamma_schedule != "none":
+        return False
     mine, other = a.settings.to_dict(), b.settings.to_dict()
     return all(mine.get(k) == other.get(k) for k in SHARED) and bool(a.seeds_with(b))
 

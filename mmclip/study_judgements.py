@@ -19,7 +19,6 @@ from mmclip.study_numbers import (
     sign_test,
     spread,
     trained,
-    trains,
 )
 from mmclip.study_sheets import Sheet, estimate_columns, reasons, spread_columns
 from mmclip.study_tables import DIRECTIONS, alike, setting_columns, zero_shot
@@ -39,10 +38,10 @@ def correction(study: Study) -> Sheet:
         for direction in DIRECTIONS:
             corrected = Scored(arm, direction, CORRECTED)
             gain = study.difference(corrected, Scored(arm, direction, REVERSED))
-            if gain.value is None and trains(arm, direction) and len(trained(arm)) == 1:
+            if gain.value is None and arm.trains(direction) and len(trained(arm)) == 1:
                 continue  # its opposite was not trained: there is nothing to read backwards
             beside = _beside(study.difference, corrected, baseline, NATIVE)
-            row: Json = {"arm": arm.name, "direction": direction, "trained": trains(arm, direction)}
+            row: Json = {"arm": arm.name, "direction": direction, "trained": arm.trains(direction)}
             row |= {"null": permuted(arm), "n_seeds": gain.n_seeds}
             for scoring in (NATIVE, REVERSED, CORRECTED):
                 row |= spread_columns(scoring, study.spread(Scored(arm, direction, scoring)))

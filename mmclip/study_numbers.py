@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip import metrics
-from mmclip.comparison import ONE_CLUSTER, pooled_verdict, same_data, several
+from mmclip.comparable import same_data
+from mmclip.comparison import ONE_CLUSTER, pooled_verdict, several
 from mmclip.config_loss import LossSettings
 from mmclip.diagnostics import MIN_DEFINED
 from mmclip.errors import UsageError
@@ -124,17 +125,13 @@ def is_plain(arm: Arm) -> bool:
     return not curriculum(arm) and fraction(arm) == 1 and not permuted(arm) and initial(arm) is None
 
 
-def trains(arm: Arm, direction: str) -> bool:
-    return (arm.i2t_weight if direction == Direction.I2T.value else 1 - arm.i2t_weight) > 0
-
-
 def trained(arm: Arm) -> list[str]:
-    return [d.value for d in CLIP_DIRECTIONS if trains(arm, d.value)]
+    return [d.value for d in CLIP_DIRECTIONS if arm.trains(d.value)]
 
 
 def served(arm: Arm, direction: str) -> str:
     """The scoring that a direction is served by, chosen by rule: natively where it was trained, else corrected."""
-    return NATIVE if trains(arm, direction) else CORRECTED
+    return NATIVE if arm.trains(direction) else CORRECTED
 
 
 class Study:

@@ -20,7 +20,6 @@ from mmclip.study_numbers import (
     permuted,
     served,
     spread,
-    trains,
 )
 from mmclip.study_sheets import Sheet, interval_columns, spread_columns
 
@@ -186,7 +185,7 @@ def frontier(study: Study) -> Sheet:
     directions of an arm that trained both."""
     rows = []
     for number, arm in enumerate(study.arms, 1):
-        both = all(trains(arm, d) for d in DIRECTIONS)
+        both = all(arm.trains(d) for d in DIRECTIONS)
         for point in (NATIVE, CORRECTED):
             row: Json = {"number": number} | setting_columns(arm) | {"point": point, "n_seeds": len(arm.runs)}
             for direction in DIRECTIONS:
@@ -204,7 +203,7 @@ def matrix(study: Study) -> Sheet:
     rows = []
     for arm in study.arms:
         for direction in DIRECTIONS:
-            row = {"arm": arm.name, "direction": direction, "trained": trains(arm, direction), "n_seeds": len(arm.runs)}
+            row = {"arm": arm.name, "direction": direction, "trained": arm.trains(direction), "n_seeds": len(arm.runs)}
             for scoring in SCORINGS:
                 row |= spread_columns(scoring, study.spread(Scored(arm, direction, scoring)))
             rows.append(row)
@@ -241,7 +240,7 @@ def delta_cv(study: Study) -> Sheet:
     rows = []
     for dnorm in (arm for arm in study.arms if arm.settings.norm == "dnorm"):
         for dot in alike(dnorm, study.arms, "dot"):
-            for direction in (d for d in CLIP_DIRECTIONS if trains(dnorm, d.value)):
+            for direction in (d for d in CLIP_DIRECTIONS if dnorm.trains(d.value)):
                 side = direction.query_side
                 pairs = [
                     [coefficient(a.runs[s], study.pool, side) for a in (dnorm, dot)] for s in dnorm.seeds_with(dot)

@@ -98,6 +98,6 @@ def start(kappas: Sequence[float], before: float | None = None) -> dict[str, Any
     """A start.json: log10 κ of query raw, query normalized, document raw, document normalized; zero-shot accuracy."""
     names = ("query_raw", "query_normalized", "document_raw", "document_normalized")
     matrices = {n: {"log10_kappa": {"value": k, "ci": None}} for n, k in zip(names, kappas, strict=True)}
-    section = {"fisher": {"status": "determined", **matrices}}
-    found: dict[str, Any] = {"diagnostics": {"i2t": section, "t2i": section}}
+    section = {"status": "determined", **matrices}
+    found: dict[str, Any] = {"fisher": {"i2t": section, "t2i": section}}
     return found | ({"zero_shot": {"acc1": {"native": before, "cosine": before}}} if before is not None else {})

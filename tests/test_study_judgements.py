@@ -62,7 +62,12 @@ def test_what_is_served_is_a_rule(study):
     sheet = study_judgements.keeps_both(study)
     decides = of(sheet, arm="asym-t2i qnorm", by_rule=True)
     assert [(row["i2t_scoring"], row["t2i_scoring"]) for row in decides] == [("corrected", "native")]
-    assert [row["served"] for row in of(sheet, arm="sym cosine", by_rule=True)] == ["native", "corrected"]
+    assert [row["served"] for row in of(sheet, arm="sym cosine", by_rule=True)] == [
+        "native",
+        "corrected",
+        "i2t corrected, t2i native",
+        "t2i corrected, i2t native",
+    ]
     itself = of(sheet, arm="sym cosine", served="native")[0]
     assert itself["keeps_both"] is True and itself["lowest_end"] == 1
     for row in sheet.rows:
@@ -127,7 +132,7 @@ def test_both_signs_are_counted_and_noise_is_not():
 
 
 def test_kappa_that_was_not_measured_has_a_reason():
-    undetermined = {"diagnostics": {"t2i": {"fisher": {"status": "undetermined", "reason": "9 matched pairs"}}}}
+    undetermined = {"fisher": {"t2i": {"status": "undetermined", "reason": "9 matched pairs"}}}
     for starts, words in (
         ({}, "nothing was measured"),
         ({0: undetermined}, "9 matched pairs"),
