@@ -29,7 +29,7 @@ ONE_WAY = (("asym-i2t", "i2t", "t2i"), ("asym-t2i", "t2i", "i2t"))  # loss, trai
 def claims(study: Study) -> Sheet:
     """A row a claim and direction, "not asked here" where the study has no arms for it."""
     rows = [*_table6(study), *_lengths(study), *_gammas(study), *_benefit(study), *_kappa(study), *_start(study)]
-    rows += [*_repaid(study), *_both(study), *_nulls(study)]
+    rows += [*_repaid(study), *sorted(_both(study), key=lambda r: -r["value"]), *_nulls(study)]
     return Sheet("claims", ("claim", "statement", "direction", "verdict", "value", "value_lo", "value_hi"), rows)
 
 
