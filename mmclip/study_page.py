@@ -16,6 +16,7 @@ from mmclip.study_tables import DIRECTIONS, SCORINGS, SIDES, TABLE6_RATES
 
 Json = dict[str, Any]
 Rows = Sequence[Json]
+SHOWN = 8  # settings that come nearest to keeping both directions; the table's file has all
 
 
 def page_tables(sheets: Mapping[str, Rows]) -> dict[str, Table]:
@@ -25,6 +26,10 @@ def page_tables(sheets: Mapping[str, Rows]) -> dict[str, Table]:
 
 def _d_cell(value: Any, small: str = "") -> Cell:
     return Cell(minus(f"{value:+.2f}"), small) if is_number(value) else Cell(NO, small, kind="none")
+
+
+def _rate_cell(value: Any) -> Cell:
+    return Cell(rate(value)) if is_number(value) else Cell(NO, kind="none")
 
 
 def _cells(rows: Rows) -> Table:
@@ -226,14 +231,14 @@ def _fisher(rows: Rows) -> Table:
 
 def _claims(rows: Rows) -> Table:
     told = []
+    both = [row for row in rows if row["claim"] == "B2"]
     for row in rows:
+        if row in both[SHOWN:]:
+            continue
         around = 1.0 if row["claim"].startswith(("T1", "T2", "T3", "T4", "T5", "T6", "T7")) else 0.0
-        paper = Cell(rate(row["paper"])) if is_number(row["paper"]) else Cell(NO, kind="none")
-        cells = [
-            Cell(row["verdict"], kind=_VERDICTS.get(row["verdict"], "")),
-            estimate_cell(row, "value", around=around),
-        ]
-        cells += [paper, estimate_cell(row, "smallest_effect"), text_cell(row.get("counts"), 120)]
+        value = estimate_cell(row, "value", around=around) if row["value_lo"] is not None else _rate_cell(row["value"])
+        cells = [Cell(row["verdict"], kind=_VERDICTS.get(row["verdict"], "")), value]
+        cells += [*(_rate_cell(row[key]) for key in ("paper", "smallest_effect")), text_cell(row.get("counts"), 120)]
         told.append((f"{row['claim']} {row['direction']}", row["statement"], cells))
     columns = ["verdict", "here", "the paper", "smallest effect that these data show", "counts"]
     return page_table("claims", "claim", told, columns)
