@@ -12,7 +12,7 @@ from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED
 from mmclip.study_arms import Arm
 from mmclip.study_judgements import fisher, kappa_verdicts, keeps_both, verdicts
-from mmclip.study_numbers import Estimate, Scored, Study, initial, is_plain, permuted, setting, trained
+from mmclip.study_numbers import Estimate, Scored, Study, initial, is_plain, permuted, trained
 from mmclip.study_sheets import Sheet, estimate_columns
 from mmclip.study_tables import PAPER_TABLE6
 
@@ -53,7 +53,7 @@ def plain_arm(study: Study, loss: str, norm: str) -> Arm | None:
     """The arm of a loss (lambda of its name) and norm that is trained as the model begins, without more settings."""
     weight = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}[loss]
     found = [a for a in study.arms if is_plain(a) and a.settings.norm == norm and a.i2t_weight == weight]
-    return min(found, key=lambda a: setting(a, "gamma_lr", 0.0) == a.settings.lr, default=None)
+    return found[0] if found else None
 
 
 def _table6(study: Study) -> Iterator[Json]:
@@ -118,13 +118,13 @@ def _lengths(study: Study) -> Iterator[Json]:
 def _gammas(study: Study) -> Iterator[Json]:
     """T9: learned exponents at the end, at the encoders' learning rate and at one of their own."""
     for arm in study.arms:
-        if arm.settings.norm != "learned" or permuted(arm) or initial(arm) or not setting(arm, "gamma_lr"):
+        if arm.settings.norm != "learned" or permuted(arm) or initial(arm) or not arm.settings.gamma_lr:
             continue
         ends = [run.json["trained_with"] for run in arm.runs.values()]
         off = [max(abs(float(e[k]) - 0.5) for k in ("gamma_q", "gamma_d")) for e in ends]
-        slow = setting(arm, "gamma_lr") == arm.settings.lr
+        slow = arm.settings.gamma_lr == arm.settings.lr
         verdict = (REPRODUCED if max(off) <= UNMOVED else NOT) if slow else "control"
-        rate = "the encoders' rate" if slow else f"a rate of {setting(arm, 'gamma_lr'):g}"
+        rate = "the encoders' rate" if slow else f"a rate of {arm.settings.gamma_lr:g}"
         found = Estimate(max(off), None, None, len(off))
         yield _row("T9", f"learned exponents stay near 1/2 at {rate}: largest distance", "both", verdict, found,
                    paper=0.002, arm=arm.name)  # fmt: skip

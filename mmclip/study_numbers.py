@@ -89,24 +89,18 @@ def sign_test(agree: int, n: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def setting(arm: Arm, name: str, default: Any = None) -> Any:
-    """A setting of an arm; ``default`` where it is not given, or this version does not know it."""
-    value = getattr(arm.settings, name, None)
-    return default if value is None else value
-
-
 def fraction(arm: Arm) -> float:
-    return float(setting(arm, "train_fraction", 1.0))
+    return 1.0 if arm.settings.train_fraction is None else arm.settings.train_fraction
 
 
 def permuted(arm: Arm) -> bool:
     """Whether the arm is a null: trained on pictures with captions of others."""
-    return bool(setting(arm, "permute_pairs", False))
+    return arm.settings.permute_pairs
 
 
 def initial(arm: Arm) -> str | None:
     """What the arm's weights come from, None for random ones."""
-    found = arm.initial or setting(arm, "init_from") or setting(arm, "pretrained")
+    found = arm.initial or arm.settings.init_from or arm.settings.pretrained
     return None if found is None else str(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,6 @@ from mmclip.results import Results
 from mmclip.similarity import Direction, Exponents, Normalization
 from mmclip.study_arms import Arm
 
-# Fields of the settings that a study looks at, whether this version's training has them or not
-LATER = {"train_fraction": None, "permute_pairs": False, "init_from": None}
-KNOWN = {field.name for field in dataclasses.fields(TrainSettings)}
-Settings = dataclasses.make_dataclass(
-    "Settings", [(k, Any, v) for k, v in LATER.items() if k not in KNOWN], bases=(TrainSettings,)
-)
 N, CAPTIONS, DIM = 60, 2, 16
 WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}
 
@@ -86,7 +79,7 @@ def planted_arm(
 ) -> Arm:
     """An arm of planted runs. changes: of its settings."""
     weight = run.get("weight") if loss == "sym" else None
-    settings = Settings(loss=loss, norm=norm, i2t_weight=weight, **changes or {})
+    settings = TrainSettings(loss=loss, norm=norm, i2t_weight=weight, **changes or {})
     runs = {seed: planted_run(seed, loss, norm, **run) for seed in seeds}
     moves = norm == "learned"
     lines = [{"step": s, "gamma_q": 0.5 + moves * s / 100, "gamma_d": 0.5 - moves * s / 100} for s in (10, 20, 30)]
