@@ -66,6 +66,9 @@ class StudyRun:
 
     def run(self, finished: Callable[[Cell], str]) -> int:
         """Run to the end; ``finished`` says a cell's numbers in a few words. Returns 0, or the signal that ended it."""
+        for cell in self.cells:
+            if is_finished(cell) and not _is_locked(cell.folder):  # by a study that was killed before it could tidy up
+                _tidy(cell)
         with Interrupts() as interrupts, progress_bar() as bar:
             whole = bar.add_task("study", total=len(self.cells), completed=self.done, note="")
             told = -math.inf
@@ -159,7 +162,7 @@ class StudyRun:
             write_text_atomically(
                 run.cell.folder / SECONDS_FILE, json.dumps({"seconds": spent + (seconds_of(run.cell) or 0.0)})
             )
-            shutil.rmtree(run.cell.folder / "checkpoints", ignore_errors=True)  # model/ holds what is looked at
+            _tidy(run.cell)
             self._say(
                 bar,
                 f"[{self.done}/{len(self.cells)}] {one_line(run.cell.name, 80)}: {finished(run.cell)}  {spent:.0f} s",
@@ -187,6 +190,11 @@ class StudyRun:
                 run.process.kill()
                 run.process.wait()
             self._leave(run)
+
+
+def _tidy(cell: Cell) -> None:
+    """Drop a finished cell's checkpoints: model/ holds what is looked at."""
+    shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
 
 
 def _reason(output: Path, code: int) -> str:
