@@ -15,6 +15,8 @@ Json = dict[str, Any]
 COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
             "report", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
             "grad_checkpointing")  # fmt: skip
+# What is measured of an arm, and not what it is
+MEASURING = ("measure_start", "zeroshot_data", "zeroshot_split", "val_steps", "bank_size")
 # What two arms must share to be compared: which questions are asked, and what was there to learn from. The rest (loss,
 # schedules, optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
 SHARED = ("train_data", "train_split", "train_num_samples", "train_fraction", "permute_pairs", "val_data", "val_split",

@@ -18,7 +18,7 @@ from mmclip.config_files import convert, converted, find_config, kind_of, name_o
 from mmclip.config_study import StudySettings
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import whole_number
-from mmclip.study_arms import COSMETIC
+from mmclip.study_arms import COSMETIC, MEASURING
 
 Json = dict[str, Any]
 MAX_RUNS = 2000  # more is a slip in an axis
@@ -176,7 +176,7 @@ def _grid(entry: yaml.MappingNode, where: Path) -> Iterator[tuple[str, Json]]:
             plain.append((key, node))
     fixed = converted(TrainSettings, plain, where)
     for point in itertools.product(*axes):
-        more = " ".join(f"{k}={_shown(v)}" for k, v in point)
+        more = " ".join(_shown(k, v) for k, v in point)
         yield f"{title} {more}".strip() if title else "", fixed | dict(point)
 
 
@@ -190,14 +190,14 @@ def _canonical(values: Json) -> Json:
 
 
 def _arm_name(values: Json, base: Json) -> str:
-    """Loss and norm, and whatever else is not as in all arms."""
-    head = f"{values['loss']} {values['norm']}"
-    rest = [f"{k}={_shown(v)}" for k, v in values.items() if k not in ("loss", "norm") and base.get(k) != v]
-    return " ".join([head, *rest])
+    """Loss and norm, and whatever else makes it another arm than the rest."""
+    names = [k for k in values if k not in ("loss", "norm", *MEASURING) and base.get(k) != values[k]]
+    return " ".join(_shown(k, values[k]) for k in ("loss", "norm", *names))
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _shown(name: str, value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if name in ("loss", "norm") else f"{'λ' if name == 'i2t_weight' else name}={text}"
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -238,8 +238,10 @@ def _cell(arm: str, seed: int, values: Json, start: Cell | None, folder: Path, p
         known["init_from"] = start.folder.name
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", arm).strip("-.")[:60]
-    name = f"{slug}-seed{seed}-{digest}"
+    runs = Path(settings.logs)
+    there = [p.name for p in runs.glob(f"*-seed{seed}-{digest}")]  # an arm that was called otherwise is the same arm
+    name = there[0] if there else f"{slug}-seed{seed}-{digest}"
     settings.name = name
     if start is not None:
         settings.init_from = str(start.folder)
-    return Cell(arm, seed, settings, Path(settings.logs) / name, start)
+    return Cell(arm, seed, settings, runs / name, start)

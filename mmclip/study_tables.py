@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.similarity import CLIP_DIRECTIONS
-from mmclip.study_arms import COSMETIC, Arm
+from mmclip.study_arms import COSMETIC, MEASURING, Arm
 from mmclip.study_numbers import (
     Scored,
     Spread,
@@ -52,17 +52,7 @@ PAPER_TABLE6 = (
     PaperRow("TxtNorm-T2I", "asym-t2i", "qnorm", 2.11, 10.89, 1.9, 17.6, 0.2, 23.4),
     PaperRow("NoNorm-T2I", "asym-t2i", "dot", 1.31, 1.21, 8.6, 13.5, 6.9, 16.7),
 )
-# Differ within an arm, or say what is measured of it and not what it is
-OF_A_RUN = (
-    *COSMETIC,
-    "seed",
-    "init_from",
-    "measure_start",
-    "zeroshot_data",
-    "zeroshot_split",
-    "val_steps",
-    "bank_size",
-)
+OF_A_RUN = (*COSMETIC, *MEASURING, "seed", "init_from")  # differ within an arm, or do not make it what it is
 TABLE6_RATES = [(scoring, direction) for scoring in ("cosine", "dot") for direction in DIRECTIONS]
 
 

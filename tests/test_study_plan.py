@@ -45,7 +45,7 @@ def test_a_lambda_of_0_half_or_1_is_the_loss_of_that_name_and_runs_once(tmp_path
         "asym-i2t qnorm",
         "sym qnorm",
         "asym-t2i qnorm",
-        "sym qnorm i2t_weight=0.25",
+        "sym qnorm λ=0.25",
     ]
 
 
@@ -54,6 +54,13 @@ def test_a_run_is_known_by_what_changes_its_numbers(tmp_path: Path) -> None:
     assert plan(tmp_path, ARMS, set=["workers=0", "log_every_n_steps=1", "cache_dir=/elsewhere"]).cells[0].folder == one
     for change in ("lr=1e-2", "val_split=test", "bank_size=10", "batch_size=32"):
         assert plan(tmp_path, ARMS, set=[change]).cells[0].folder != one, change
+
+
+def test_a_run_is_found_whatever_its_arm_is_called(tmp_path: Path) -> None:
+    one = plan(tmp_path, "arms:\n  - {norm: [dot], name: old}\n").cells[0]
+    assert one.arm == "old dot" and one.folder.name.startswith("old-dot-seed0-")
+    one.folder.mkdir(parents=True)
+    assert plan(tmp_path, "arms:\n  - {norm: dot}\n").cells[0].folder == one.folder
 
 
 def test_every_cosmetic_setting_is_one(tmp_path: Path) -> None:
