@@ -216,3 +216,16 @@ def test_a_control_of_another_seed_and_a_baseline_that_is_none_are_refused():
     for other in (run_of(eval_data(), COSINE), run_of(eval_data(), QNORM, "sym")):
         with pytest.raises(UsageError, match="a baseline is a sym/cosine run"):
             verdict(run, control, other)
+
+
+def test_a_handful_of_relevant_documents_gives_no_verdict_on_learning():
+    """As a model of permuted pairs has them: eight lengths, whose percentiles know no spread."""
+    data = eval_data()
+    pairs = data.pairs[torch.randperm(len(data.pairs), generator=torch.Generator().manual_seed(3))]
+    lost = dataclasses.replace(data, pairs=torch.stack([data.pairs[:, 0], pairs[:, 1]], 1)[:12])
+    report = verdict(run_of(lost), run_of(lost, native=COSINE), direction=Direction.T2I, resamples=50)
+    learned = report["learned"]
+    assert learned["verdict"] is None
+    assert (
+        "relevant or irrelevant images among the run's 10 best by cosine, at least 30 are needed" in learned["reason"]
+    )
