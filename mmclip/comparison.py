@@ -155,8 +155,8 @@ def _learned(
         fewest = int(moments.sum(axis=0)[:, [0, 3]].min())
         if 0 < fewest < MIN_MEMBERS:
             return _undecided(
-                f"too few: {fewest} relevant or irrelevant {side}s among the {name}'s {diagnostics.TOP_K} best by cosine, at least "
-                f"{MIN_MEMBERS} are needed"
+                f"too few: {fewest} relevant or irrelevant {side}s among the {name}'s {diagnostics.TOP_K} best by "
+                f"cosine, at least {MIN_MEMBERS} are needed"
             )
         levels = np.array([float(r.array(f"{prefix}/length_level")[0]) for r in group])
         values.append(float(diagnostics.d_from_moments(moments.sum(axis=0), levels).mean()))
