@@ -174,7 +174,7 @@ class TrainSettings(DataSettings, LossSettings):
             "force_context_length",
         )
         above_zero = ("lr", "eps", "grad_clip_norm")
-        not_negative = ("gamma_lr", "wd", "proj_wd", "warmup", "seed")
+        not_negative = ("gamma_lr", "bank_size", "wd", "proj_wd", "warmup", "seed")
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
             (above_zero, "a number above 0", lambda v: v > 0),

@@ -19,7 +19,10 @@ SCHEDULES = ("none", "switch", "anneal")
 
 def steps_or_fraction(text: str) -> float:
     """Of a run: a fraction below 1, or a number of steps. Errors: ArgumentTypeError."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value) or value < 0 or (value >= 1 and value != int(value)):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction below 1 nor a whole number of steps")
     return value
@@ -111,6 +114,11 @@ class LossSettings:
         require(self, ("stage2_lr_factor",), "a number above 0", lambda v: v > 0)
         if self.stage2_lr_factor != 1 and self.gamma_schedule != "switch":
             raise UsageError(f"--stage2-lr-factor {self.stage2_lr_factor:g} needs --gamma-schedule switch")
+        unused = {"none": ("gamma_from", "gamma_start", "gamma_end"), "switch": ("gamma_end",)}
+        for name in unused.get(self.gamma_schedule, ()):
+            if (value := getattr(self, name)) != next(f.default for f in dataclasses.fields(self) if f.name == name):
+                needs = "anneal" if self.gamma_schedule == "switch" else "switch or anneal"
+                raise UsageError(f"--{name.replace('_', '-')} {value} needs --gamma-schedule {needs}")
         if self.gamma_schedule == "none":
             return
         given = f"--gamma-schedule {self.gamma_schedule}"

@@ -36,4 +36,5 @@ def require(settings: Any, names: Iterable[str], valid: str, ok: Callable[[Any],
     for name in names:
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and ok(value)):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: expected {valid}")
+            finite = "" if math.isfinite(value) else ", and a finite one"
+            raise UsageError(f"--{name.replace('_', '-')} {value}: expected {valid}{finite}")

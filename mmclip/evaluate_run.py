@@ -75,7 +75,9 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     kinds, _ = parse_distractors(settings.distractors or [])
     data, distractors = open_evaluation(settings)
     bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
-    classes = open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data else None
+    classes = (
+        open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data is not None else None
+    )
     extra = "".join(f" and {len(d):,} {one_line(name, 60)}" for name, d in distractors.items())
     print(
         f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]{extra}",

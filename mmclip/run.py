@@ -67,7 +67,9 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     others = load_runs(settings.compare or [])  # a run that cannot be compared is told now, not after the training
     torch.manual_seed(seed_of(settings.seed))
     data, val_data, distractors = open_training(settings)
-    classes = open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data else None
+    classes = (
+        open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data is not None else None
+    )
     # all refuse before a model loads
     Skipped(settings.max_bad_samples, by_key(data.skipped))
     per_epoch = steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)

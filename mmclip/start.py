@@ -32,8 +32,8 @@ START_FILE = "start.json"
 @torch.no_grad()
 def measure_start(trainer: Trainer, classes: ZeroShot | None) -> None:
     """Write start.json: what results.json holds, of the weights before the first step, with Fisher condition numbers
-    of evaluation and training data and ``classes``' zero-shot accuracy. ``native`` is the run's own normalization. No
-    weight is changed.
+    of evaluation and training data and ``classes``' zero-shot accuracy. ``native`` is what the first step has: --norm,
+    or --gamma-from of a schedule. No weight is changed.
 
     A run that goes on after its first step keeps what it has. Rank 0 works, others wait.
     """

@@ -63,11 +63,16 @@ def control_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
     """The arm of the same directions and data whose documents' length no loss ever saw (gamma_d 1); None where there is
     none. Of several the one that differs least; cosine before dnorm, which is one for a single direction only: trained
     both ways, the documents of one direction are the queries of the other, whose length it keeps."""
+    arms = list(arms)
     norms = ("cosine", "dnorm") if arm.i2t_weight in (0, 1) else ("cosine",)
+    blind = {None, *(a.name for a in arms if a.settings.norm in norms and _never_sees(a))}
     candidates = [
         other
         for other in arms
         if other.settings.norm in norms
+        and _never_sees(other)
+        and other.initial == arm.initial  # lengths of another start are other lengths
+        and other.initial in blind
         and (other.i2t_weight, other.settings.i2t_weight_end) == (arm.i2t_weight, arm.settings.i2t_weight_end)
         and _comparable(arm, other)
     ]
@@ -83,18 +88,21 @@ def baseline_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
         if other.settings.norm == "cosine"
         and other.i2t_weight == 0.5
         and other.settings.i2t_weight_end is None
+        and _never_sees(other)
         and _comparable(arm, other)
     ]
     return min(candidates, key=lambda o: _distance(arm, o), default=None)
 
 
 def _comparable(a: Arm, b: Arm) -> bool:
-    """Whether ``a`` can be judged against ``b``: the same data and seeds, and no loss of b's ever saw a length that its
-    normalization divides out."""
-    if b.settings.gamma_schedule != "none":
-        return False
+    """Whether both have the same data, and a seed in common."""
     mine, other = a.settings.to_dict(), b.settings.to_dict()
     return all(mine.get(k) == other.get(k) for k in SHARED) and bool(a.seeds_with(b))
+
+
+def _never_sees(arm: Arm) -> bool:
+    """Whether no part of the loss ever sees a length that the arm's normalization divides out."""
+    return arm.settings.gamma_schedule == "none" and arm.settings.norm_drift == 0
 
 
 def _distance(a: Arm, b: Arm) -> tuple[bool, int]:

@@ -12,7 +12,7 @@ from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED
 from mmclip.study_arms import Arm
 from mmclip.study_judgements import fisher, kappa_verdicts, keeps_both, verdicts
-from mmclip.study_numbers import Estimate, Scored, Study, initial, is_plain, permuted, trained
+from mmclip.study_numbers import Estimate, Scored, Study, initial, permuted, trained
 from mmclip.study_sheets import Sheet, estimate_columns
 from mmclip.study_tables import PAPER_TABLE6
 
@@ -22,6 +22,7 @@ POWER = 1.43  # (1.96 + 0.84) / 1.96: the effect that a 5% test finds in 80% of 
 SMALL_D = 0.2  # Cohen's "small"
 DEAD = 0.1  # share of sym/cosine's success@1 below which a direction is called dead
 UNMOVED = 0.01
+LITTLE = 0.05  # share of sym/cosine's success@1 that would be a benefit
 PAPER = {(row.loss, row.norm): row for row in PAPER_TABLE6}
 ONE_WAY = (("asym-i2t", "i2t", "t2i"), ("asym-t2i", "t2i", "i2t"))  # loss, trained direction, the other
 
@@ -36,7 +37,7 @@ def claims(study: Study) -> Sheet:
 def judged(found: Estimate, paper: float, below: bool) -> str:
     """The verdict on a ratio that the paper has on one side of 1: below it, or above."""
     if found.lo is None or found.hi is None:
-        return MISSING
+        return MISSING if found.value is None else UNDERPOWERED
     if found.hi < 1 if below else found.lo > 1:
         return REPRODUCED
     return UNDERPOWERED if found.lo <= paper <= found.hi else NOT
@@ -52,7 +53,7 @@ def _row(claim: str, statement: str, direction: str, verdict: str, found: Estima
 def plain_arm(study: Study, loss: str, norm: str) -> Arm | None:
     """The arm of a loss (lambda of its name) and norm that is trained as the model begins, without more settings."""
     weight = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}[loss]
-    found = [a for a in study.arms if is_plain(a) and a.settings.norm == norm and a.i2t_weight == weight]
+    found = [a for a in study.arms if study.is_plain(a) and a.settings.norm == norm and a.i2t_weight == weight]
     return found[0] if found else None
 
 
@@ -118,7 +119,8 @@ def _lengths(study: Study) -> Iterator[Json]:
 def _gammas(study: Study) -> Iterator[Json]:
     """T9: learned exponents at the end, at the encoders' learning rate and at one of their own."""
     for arm in study.arms:
-        if arm.settings.norm != "learned" or permuted(arm) or initial(arm) or not arm.settings.gamma_lr:
+        plain = study.is_plain(arm) and arm.i2t_weight == 0.5
+        if arm.settings.norm != "learned" or not plain or not arm.settings.gamma_lr:
             continue
         ends = [run.json["trained_with"] for run in arm.runs.values()]
         off = [max(abs(float(e[k]) - 0.5) for k in ("gamma_q", "gamma_d")) for e in ends]
@@ -131,14 +133,25 @@ def _gammas(study: Study) -> Iterator[Json]:
 
 
 def _benefit(study: Study) -> Iterator[Json]:
-    """T10: whether any arm is useful."""
+    """T10: whether any arm is useful. That none is shown to be is no evidence where one could be by a twentieth of
+    sym/cosine's success@1: every interval must end below that."""
     rows = [r for r in verdicts(study).rows if not r["null"] and r["useful"]]
     told = [r["useful"] for r in rows]
-    verdict = MISSING if not told else NOT if "yes" in told else UNDERPOWERED if "open" in told else REPRODUCED
+    small = all(_gains_little(study, row) for row in rows)
+    verdict = MISSING if not told else NOT if "yes" in told else REPRODUCED if small else UNDERPOWERED
     names = [f"{r['arm']} {r['direction']}" for r in rows if r["useful"] == "yes"]
     counts = ", ".join(f"{told.count(w)} {w}" for w in ("yes", "open", "not shown"))
     yield _row("T10", "magnitude is not useful in any arm and trained direction", "both", verdict,
                Estimate(float(told.count("yes")), None, None, 0), counts=counts, useful=", ".join(names))  # fmt: skip
+
+
+def _gains_little(study: Study, row: Json) -> bool:
+    """Whether native less sym/cosine's cosine ends below LITTLE of the latter."""
+    baseline = next((a for a in study.arms if a.name == row["baseline"]), None)
+    high = row["native_minus_baseline_cosine_hi"]
+    if baseline is None or high is None:
+        return False
+    return bool(high < LITTLE * (study.spread(Scored(baseline, row["direction"], "cosine")).mean or 0.0))
 
 
 def _kappa(study: Study) -> Iterator[Json]:
@@ -186,16 +199,16 @@ def _repaid(study: Study) -> Iterator[Json]:
 
 def _both(study: Study) -> Iterator[Json]:
     """B2: arms that keep both directions, with length learned and useful in a trained one."""
-    useful = {(r["arm"], r["learned"], r["useful"]) for r in verdicts(study).rows if not r["null"]}
+    said = [(r["arm"], r["learned"], r["useful"]) for r in verdicts(study).rows if not r["null"]]
     for row in keeps_both(study).rows:
-        lengths = [u for u in useful if u[0] == row["arm"]]
+        lengths = [u for u in said if u[0] == row["arm"]]
         if row["null"] or not row["by_rule"] or not lengths or not is_number(row["lowest_end"]):
             continue
-        learned, helps = (any(u[i] == "yes" for u in lengths) for i in (1, 2))
         kept = bool(row["keeps_both"])
-        open_ = any(u[2] == "open" for u in lengths)
-        verdict = "yes" if kept and learned and helps else "open" if kept and learned and open_ else "no"
-        words = f"kept {_yes(kept)}, learned {_yes(learned)}, useful {'yes' if helps else 'open' if open_ else 'no'}"
+        learned = [u for u in lengths if u[1] == "yes"]  # useful counts in a direction where length was learned
+        helps = next((word for word in ("yes", "open") if any(u[2] == word for u in learned)), "no")
+        verdict = helps if kept and learned else "no"
+        words = f"kept {_yes(kept)}, learned {_yes(bool(learned))}, useful there {helps}"
         found = Estimate(row["lowest_end"], None, None, row["n_seeds"])
         yield _row("B2", f"both directions kept with magnitude: {row['arm']}, served {row['served']}", "both", verdict,
                    found, counts=words)  # fmt: skip

@@ -159,8 +159,7 @@ def pretrained(study: Study) -> Sheet:
             row |= estimate_columns(name, found[name])
         for scoring in (NATIVE, "cosine"):
             pairs = [
-                (zero_shot(arm.starts.get(seed) or {}, scoring), zero_shot(run.json, scoring))
-                for seed, run in arm.runs.items()
+                (_before(study, arm, seed, scoring), zero_shot(run.json, scoring)) for seed, run in arm.runs.items()
             ]
             told = [(before, after) for before, after in pairs if before is not None and after is not None]
             row |= spread_columns(f"zero_shot_before_{scoring}", spread(before for before, _ in told))
@@ -169,6 +168,13 @@ def pretrained(study: Study) -> Sheet:
             row[f"zero_shot_{scoring}_n"] = len(told)
         rows.append(row | {"reason": reasons(**found)})
     return Sheet("pretrained", ("arm", "initial", "from_random", "n_seeds"), rows)
+
+
+def _before(study: Study, arm: Arm, seed: int, scoring: str) -> float | None:
+    """Zero-shot accuracy before the first step: of start.json, else of the run that it starts from."""
+    found = zero_shot(arm.starts.get(seed) or {}, scoring)
+    source = next((a for a in study.arms if a.name == arm.initial), None)
+    return zero_shot(source.runs[seed].json, scoring) if found is None and source and seed in source.runs else found
 
 
 def _same_setting(a: Arm, b: Arm) -> bool:

@@ -114,11 +114,6 @@ def curriculum(arm: Arm) -> str:
     return " ".join(told)
 
 
-def is_plain(arm: Arm) -> bool:
-    """Trained from its model's own start on all right pairs, without a curriculum."""
-    return not curriculum(arm) and fraction(arm) == 1 and not permuted(arm) and initial(arm) is None
-
-
 def trained(arm: Arm) -> list[str]:
     return [d.value for d in CLIP_DIRECTIONS if arm.trains(d.value)]
 
@@ -137,6 +132,16 @@ class Study:
         self.arms = [arm for arm in arms if arm.runs]
         self.pool, self.options = pool, {"resamples": resamples, "seed": seed}
         self._drawn: dict[tuple[int, str], dict[str, tuple[float, Array]]] = {}
+        self._told: dict[tuple[str, str], Json] = {}
+        self.share = max((fraction(arm) for arm in self.arms), default=1.0)
+
+    def is_whole(self, arm: Arm) -> bool:
+        """Trained on right pairs, and on as much data as any arm of the study."""
+        return fraction(arm) == self.share and not permuted(arm)
+
+    def is_plain(self, arm: Arm) -> bool:
+        """Whole, trained from its model's own start, without a curriculum."""
+        return self.is_whole(arm) and not curriculum(arm) and initial(arm) is None
 
     def control(self, arm: Arm) -> Arm | None:
         return control_of(arm, [other for other in self.arms if other is not arm])
@@ -168,6 +173,11 @@ class Study:
     def verdict(self, arm: Arm, direction: str) -> Json:
         """comparison.pooled_verdict against the arm's control and baseline over the seeds that all have, with their
         names as "control" and "baseline" and the number of seeds as "n_seeds"; {"reason"} where there is none."""
+        if (arm.name, direction) not in self._told:
+            self._told[arm.name, direction] = self._verdict(arm, direction)
+        return self._told[arm.name, direction]
+
+    def _verdict(self, arm: Arm, direction: str) -> Json:
         control, baseline = self.control(arm), self.baseline(arm)
         report: Json = {"control": control and control.name, "baseline": baseline and baseline.name, "n_seeds": 0}
         if control is None:

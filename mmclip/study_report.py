@@ -22,7 +22,7 @@ from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE
 from mmclip.study_arms import Arm
 from mmclip.study_judgements import KEPT
-from mmclip.study_numbers import Study, fraction, permuted
+from mmclip.study_numbers import Study
 from mmclip.study_page import page_tables
 from mmclip.study_plots import Point, fractions_figure, frontier_figure, heat_figure
 from mmclip.study_sheets import Sheet, page_table, text_cell, write_sheet
@@ -125,7 +125,7 @@ def _reasons(rows: Sequence[Json]) -> list[str]:
     found: dict[str, list[str]] = {}
     for row in rows:
         if row.get("reason"):
-            name = row.get("arm") or row.get("paper_config") or row.get("qnorm_arm") or "–"
+            name = row.get("arm") or row.get("claim") or row.get("paper_config") or row.get("qnorm_arm") or "–"
             found.setdefault(row["reason"], []).append(str(name))
     return [one_line(f"{', '.join(dict.fromkeys(names))}: {reason}.", 400) for reason, names in found.items()]
 
@@ -141,7 +141,7 @@ def _pictures(study: Study, rows: Mapping[str, Sequence[Json]], folder: Path) ->
 
 def _frontier(study: Study, rows: Sequence[Json], kept: Sequence[Json], folder: Path) -> list[Picture]:
     """Arms on all data with right pairs: the others would only stretch the axes."""
-    shown = {arm.name for arm in study.arms if fraction(arm) == 1 and not permuted(arm)}
+    shown = {arm.name for arm in study.arms if study.is_whole(arm)}
     baselines = {row["baseline"] for row in kept if row["arm"] in shown}
     points = []
     for native, corrected in zip(rows[::2], rows[1::2], strict=True):

@@ -53,13 +53,18 @@ def _keeps(rows: Sequence[Json], verdicts: Sequence[Json]) -> list[Json]:
     if not keep:
         best = max(told, key=lambda row: row["lowest_end"])
         sentence = (
-            f"None of {len(told)} settings does, by the lower ends of the paired intervals. Nearest: {_way(best)}, "
-            f"lower end {rate(best['lowest_end'])}.{missing}"
+            f"In none of {len(told)} ways to serve {len({row['arm'] for row in told})} arms, by the lower ends of the "
+            f"paired intervals. Nearest: {_way(best)}, lower end {rate(best['lowest_end'])}.{missing}"
         )
-        return [answer("no", question, "No.", sentence)]
+        return [answer("no", question, "Not shown.", sentence)]
     ways = [f"{_way(row)}, lower end {rate(row['lowest_end'])}" for row in sorted(keep, key=lambda r: -r["lowest_end"])]
     found = [
-        answer("yes", question, "Yes.", f"{len(keep)} of {len(told)} settings: {'; '.join(ways[:SHOWN])}.{missing}")
+        answer(
+            "yes",
+            question,
+            "Yes.",
+            f"{len(keep)} of {len(told)} ways to serve an arm: {'; '.join(ways[:SHOWN])}.{missing}",
+        )
     ]
     names = {row["arm"] for row in keep}
     both = [r for r in verdicts if r["arm"] in names and r["learned"] == r["useful"] == "yes"]

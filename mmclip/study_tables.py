@@ -16,7 +16,6 @@ from mmclip.study_numbers import (
     curriculum,
     fraction,
     initial,
-    is_plain,
     permuted,
     served,
     spread,
@@ -137,7 +136,7 @@ def table6(study: Study) -> Sheet:
     rows, placed = [], set()
     for paper in PAPER_TABLE6:
         weight = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}[paper.loss]
-        found = [a for a in study.arms if is_plain(a) and (a.i2t_weight, a.settings.norm) == (weight, paper.norm)]
+        found = [a for a in study.arms if study.is_plain(a) and (a.i2t_weight, a.settings.norm) == (weight, paper.norm)]
         placed |= {id(arm) for arm in found}
         rows += [_table6_row(study, arm, paper) for arm in found]
         if not found:

@@ -15,7 +15,7 @@ from mmclip.results import CORRECTED, NATIVE
 from mmclip.seed_bootstrap import seed_draws
 from mmclip.similarity import Direction
 from mmclip.study_arms import baseline_of, control_of
-from mmclip.study_numbers import Scored, Study, curriculum, is_plain, served, trained
+from mmclip.study_numbers import Scored, Study, curriculum, served, trained
 from tests.studying import planted_arm
 
 B = 60
@@ -151,7 +151,24 @@ def test_a_dnorm_arm_controls_one_direction_only():
 def test_what_an_arm_is():
     arm = planted_arm("a", "sym", "qnorm", (0,), weight=0.25, changes={"gamma_init": 0.9, "train_fraction": 0.5})
     assert curriculum(arm) == "gamma_init=0.9"
-    assert not is_plain(arm) and is_plain(planted_arm(seeds=(0,)))
+    half = planted_arm("half", seeds=(0,), changes={"train_fraction": 0.5})
+    whole = planted_arm("whole", seeds=(0,))
+    assert Study([arm, half]).is_plain(half) and not Study([arm, half]).is_plain(arm), "the study's own share is whole"
+    assert Study([half, whole]).is_plain(whole) and not Study([half, whole]).is_plain(half)
     assert trained(arm) == ["i2t", "t2i"]
     asym = planted_arm("b", "asym-i2t", seeds=(0,))
     assert [served(asym, d) for d in ("i2t", "t2i")] == [NATIVE, CORRECTED]
+
+
+def test_a_control_never_saw_a_length_and_starts_where_the_arm_starts():
+    def arm(name, norm, initial=None, **changes):
+        return planted_arm(name, "asym-t2i", norm, (0,), initial=initial, changes=changes)
+
+    run, clean = arm("run", "qnorm"), arm("clean", "cosine")
+    assert control_of(run, [arm("drift", "cosine", norm_drift=0.1), clean]) is clean
+    assert control_of(run, [arm("later", "cosine", gamma_schedule="switch", gamma_from="dot")]) is None
+    tuned = arm("tuned", "qnorm", initial="clean")
+    assert control_of(tuned, [clean]) is None, "lengths of another start are other lengths"
+    dot, cosine = arm("from dot", "cosine", initial="raw"), arm("from cosine", "cosine", initial="clean")
+    assert control_of(tuned, [clean, cosine]) is cosine
+    assert control_of(arm("tuned dot", "qnorm", initial="raw"), [arm("raw", "dot"), dot]) is None

@@ -39,7 +39,7 @@ def test_settings_without_length_do_not_count_and_none_is_said_with_the_nearest(
     answer = next(iter(found.values()))
     assert (
         answer["kind"] == "no"
-        and "None of 2 settings" in answer["sentence"]
+        and "In none of 2 ways to serve 2 arms" in answer["sentence"]
         and "b served native, lower end .920" in answer["sentence"]
     )
 
