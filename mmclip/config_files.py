@@ -20,6 +20,7 @@ STUDY = "study_"  # what the names of study files begin with
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _YAML = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_YAML + kind for kind in ("str", "int", "float", "bool", "null", "timestamp", "value")}
+_TAGS = {yaml.ScalarNode: _PLAIN_TAGS, yaml.SequenceNode: {_YAML + "seq"}, yaml.MappingNode: {_YAML + "map"}}
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
@@ -37,14 +38,14 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
     return "--" + field.name.replace("_", "-")
 
 
-def find_config(name: str, folder: Path, study: bool = False) -> Path:
+def find_config(name: str, folder: Path, study: bool = False, asked: str = "--config") -> Path:
     """A path, or the bare name of a file in ``folder``: scenes, scenes.yaml. study: a grid of runs is asked
-    for, not one run. Errors: UsageError naming what is there."""
+    for, not one run. asked: what named it. Errors: UsageError naming what is there."""
     for candidate in (Path(name), folder / name, folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
     shipped = sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(STUDY) is study)
-    raise UsageError(f"--config {one_line(name)}: no such file; a path, or one of: {', '.join(shipped)}")
+    raise UsageError(f"{asked} {one_line(name)}: no such file; a path, or one of: {', '.join(shipped)}")
 
 
 def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
@@ -105,8 +106,9 @@ def convert(field: dataclasses.Field[Any], node: yaml.Node, path: Path) -> Any:
     """A node as the value of a setting. Errors: UsageError naming both."""
     where = f"{path}: {field.name}"
     if field.metadata["nargs"] and isinstance(node, yaml.SequenceNode):
+        require_plain(node, where)
         return [_convert_text(field, text_of(item, where), where) for item in node.value]
-    if isinstance(node, yaml.ScalarNode) and node.tag == _YAML + "null":
+    if is_null(node):
         if field.default is not None:
             raise UsageError(f"{where} needs a value, got null")
         return None
@@ -125,10 +127,25 @@ def text_of(node: yaml.Node, where: str) -> str:
     """A single value as it stands in the file. Errors: UsageError for anything else."""
     if not isinstance(node, yaml.ScalarNode):
         raise UsageError(f"{where} is a single value, got {kind_of(node)}")
-    if node.tag not in _PLAIN_TAGS:
-        raise UsageError(f"{where}: {one_line(node.tag.replace(_YAML, '!!'), 80)} is not read, plain values only")
+    require_plain(node, where)
     text: str = node.value
+    _require_encodable(text, where)
     return text
+
+
+def is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and bool(node.tag == _YAML + "null")
+
+
+def require_plain(node: yaml.Node, where: str) -> None:
+    """Errors: UsageError for a value, list or mapping with a tag that asks for an object."""
+    if node.tag not in _TAGS[type(node)]:
+        raise UsageError(f"{where}: {one_line(node.tag.replace(_YAML, '!!'), 80)} is not read, plain values only")
+
+
+def _require_encodable(text: str, where: str) -> None:
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):  # no file system and no stream takes them
+        raise UsageError(f"{where}: {one_line(text, 80)!r} holds a NUL or half a character")
 
 
 def _convert_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
@@ -139,8 +156,7 @@ def _convert_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
         return found
 
     text = _VARIABLE.sub(from_environment, text)
-    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):  # no file system and no stream takes them
-        raise UsageError(f"{where}: {one_line(text, 80)!r} holds a NUL or half a character")
+    _require_encodable(text, where)
     try:
         value = field.metadata["type"](text)
     except (ValueError, argparse.ArgumentTypeError) as error:

@@ -26,7 +26,7 @@ class StudySettings:
     set: list[str] | None = flag(
         None,
         RUN,
-        "settings of every run instead of the file's, such as train_data=DIR cache_dir=DIR",
+        "settings of every run instead of the file's and its arms', such as train_data=DIR cache_dir=DIR",
         type=str,
         nargs="+",
         metavar="K=V",
@@ -51,8 +51,8 @@ DESCRIPTION = """Run a grid of trainings and show what magnitude learning costs:
 both directions, verdicts against controls, and what the correction of the untrained direction gives back.
 
 Each run is an ordinary run of train_clip.py in a folder of its own, known by its settings: a study that was stopped, or
-whose file has grown, trains only what is missing, and goes on inside a run that was cut. A run that fails is listed and
-stops no other."""
+whose file has grown, trains only what is missing, and goes on inside a run that was cut. A finished run whose files are
+damaged is put aside (RUN.damaged) and trained again. A run that fails is listed and stops no other."""
 
 EXAMPLES = """the study's file: settings of train_clip.py for all runs, and
   config: flickr8k_heads            what they start from, one of configs/ or a path

@@ -6,22 +6,19 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mmclip.config_study import StudySettings
 from mmclip.errors import UsageError, one_line
 from mmclip.files import lock_folder, write_text_atomically
-from mmclip.results import NATIVE, load_results
-from mmclip.runlog import METRICS
-from mmclip.study_arms import Arm
-from mmclip.study_plan import Cell, Plan, plan_study
+from mmclip.results import NATIVE
+from mmclip.study_finished import damaged, gather, put_aside, read_run
+from mmclip.study_plan import Cell, Plan, plan_study, require_data
 from mmclip.study_run import StudyRun, is_finished, seconds_of
 
 Json = dict[str, Any]
 STUDY_FILE = "study.json"
-START_FILE = "start.json"
 MOST_JOBS = 4  # on a CPU, where nothing is asked for: each holds a model and its data
 
 
@@ -35,28 +32,38 @@ def study(settings: StudySettings, script: Path) -> int:
         file=sys.stderr,
     )
     if settings.dry_run:
+        unusable = damaged(plan.cells)
         for cell in plan.cells:
-            state = "finished" if is_finished(cell) else "to run"
+            state = "damaged" if cell in unusable else "finished" if is_finished(cell) else "to run"
             print(f"{state:8}  {one_line(cell.folder.name, 120)}  {one_line(cell.name)}")
         return 0
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(plan.folder) or contextlib.nullcontext():  # two studies would start the same runs
+    try:
+        lock = lock_folder(plan.folder)  # two studies would start the same runs
+    except UsageError:
+        told = f"{one_line(plan.folder)}: another process runs this study: wait for it, or end it first"
+        raise UsageError(told) from None
+    with lock or contextlib.nullcontext():
         return _run(plan, settings.jobs, script)
 
 
 def _run(plan: Plan, asked: int, script: Path) -> int:
+    unusable = damaged(plan.cells)
+    require_data([c for c in plan.cells if c in unusable or not is_finished(c)])
+    put_aside(unusable.items())
     devices = gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = asked or len(devices) or min(cores, MOST_JOBS)
     run = StudyRun(plan.cells, script, jobs, devices, max(1, cores // jobs))
     signum = run.run(_numbers)
-    _write_state(plan, run.failed)
     if signum:
+        _write_state(plan, run.failed)
         left = sum(not is_finished(c) for c in plan.cells)
         print(f"stopped with {left} runs left; the same command goes on", file=sys.stderr)
         return 128 + signum
-    arms = gather(plan.cells)
-    failed = [{"arm": c.arm, "seed": c.seed, "reason": why} for c, why in run.failed.items()]
+    arms, unreadable = gather(plan.cells)
+    _write_state(plan, run.failed | unreadable)
+    failed = [{"arm": c.arm, "seed": c.seed, "reason": why} for c, why in (run.failed | unreadable).items()]
     if not arms:
         raise UsageError(
             f"none of the {len(plan.cells)} runs is finished: {failed[0]['reason'] if failed else 'no runs'}"
@@ -85,45 +92,9 @@ def gpus() -> list[str]:
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def gather(cells: Sequence[Cell]) -> list[Arm]:
-    """The finished runs of a study by arm, in the order of its file. Errors: UsageError for files that are damaged."""
-    arms: dict[str, list[Cell]] = {}
-    for cell in cells:
-        found = arms.setdefault(cell.arm, [])
-        if is_finished(cell):
-            found.append(cell)
-    return [
-        Arm(
-            name,
-            found[0].settings,
-            {c.seed: load_results(c.folder) for c in found},
-            {c.seed: _lines(c.folder / METRICS) for c in found},
-            {c.seed: _json(c.folder / START_FILE) for c in found},
-            found[0].initial.arm if found[0].initial else None,
-            {c.seed: s for c in found if (s := seconds_of(c)) is not None},
-        )
-        for name, found in arms.items()
-        if found
-    ]
-
-
-def _lines(path: Path) -> list[Json]:
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def _json(path: Path) -> Json:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _numbers(cell: Cell) -> str:
-    """A finished cell in a few words."""
-    retrieval = load_results(cell.folder).json["retrieval"]
+    """A finished cell in a few words. Errors: UsageError, OSError, where its files are not whole."""
+    retrieval = read_run(cell)[0].json["retrieval"]
     return "  ".join(f"{d} {retrieval[d][NATIVE]['success@1']:.3f}" for d in retrieval)
 
 

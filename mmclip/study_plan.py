@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import difflib
+import glob
 import hashlib
-import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from mmclip.config import CONFIGS, TrainSettings
-from mmclip.config_files import convert, converted, find_config, kind_of, name_of, name_value_nodes, read_config
+from mmclip.config import TrainSettings
 from mmclip.config_study import StudySettings
+from mmclip.data import FORMS, find_split, is_folder
 from mmclip.errors import UsageError, one_line
-from mmclip.flags import whole_number
-from mmclip.study_arms import COSMETIC, MEASURING
+from mmclip.study_arms import COSMETIC
+from mmclip.study_file import FIELDS, StudyFile, read_study
 
 Json = dict[str, Any]
-MAX_RUNS = 2000  # more is a slip in an axis
-# What only a study sets, for each of its runs
-OURS = ("logs", "name", "resume", "may_change", "compare", "report", "keep_checkpoints", "seed")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,172 +47,92 @@ class Plan:
     cells: list[Cell]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arm:
+    """An arm whose settings are checked, and the one that it starts from; seed and name are still to come."""
+
+    name: str
+    settings: TrainSettings
+    start: _Arm | None
+
+    @property
+    def identity(self) -> str:
+        """What two arms share that would be the same runs."""
+        return json.dumps([_known(self.settings), self.start and self.start.identity], sort_keys=True)
+
+
 def plan_study(settings: StudySettings) -> Plan:
     """Read a study's file and check every run's settings. Errors: UsageError, before anything is trained."""
-    path = find_config(settings.config, CONFIGS, study=True)
-    given: dict[str, yaml.Node] = {}
-    rest = []
-    for key, node in name_value_nodes(path):
-        name = name_of(key)
-        if name in given:
-            raise UsageError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
-        if name in ("config", "seeds", "arms", "title"):
-            given[name] = node
-        else:
-            rest.append((key, node))
-    defaults = {f.name: f.default for f in dataclasses.fields(TrainSettings) if f.name not in OURS}
-    asked = _base(path, given.get("config")) | converted(TrainSettings, rest, path) | _overrides(settings.set or [])
-    _refuse_ours(asked, path)
-    arms, own_seeds = _arms(given.get("arms"), defaults | asked, path)
-    seeds = settings.seeds or (_seeds(given["seeds"], path) if "seeds" in given else [0])
-    wanted = {name: settings.seeds or own_seeds.get(name, seeds) for name in arms}
-    if (n := sum(map(len, wanted.values()))) > MAX_RUNS:
-        raise UsageError(f"{path}: {n:,} runs, more than {MAX_RUNS:,}")
-    folder = Path(settings.logs) / (settings.name or path.stem)
-    title = given.get("title")
+    file = read_study(settings)
+    folder = Path(settings.logs) / (settings.name or file.path.stem)
+    checked = _checked(file, folder)
+    wanted: dict[_Arm, list[int]] = {}  # also of arms that only their settings' check has shown to be one
+    for name, seeds in file.seeds.items():
+        mine = wanted.setdefault(checked[name], [])
+        mine += [s for s in seeds if s not in mine]
     every = list(dict.fromkeys(seed for mine in wanted.values() for seed in mine))
-    cells = [c for seed in every for c in _cells(arms, [a for a in arms if seed in wanted[a]], seed, folder, path)]
-    return Plan(title.value if isinstance(title, yaml.ScalarNode) else path.stem.replace("_", " "), folder, cells)
+    cells = [c for seed in every for c in _cells([arm for arm in wanted if seed in wanted[arm]], seed, folder)]
+    return Plan(file.title, folder, cells)
 
 
-def _base(path: Path, node: yaml.Node | None) -> Json:
-    """What all runs start from: a file of train_clip.py's settings, the built-in scenes' by default."""
-    if node is None:
-        return read_config(TrainSettings, CONFIGS / "scenes.yaml")
-    if not isinstance(node, yaml.ScalarNode):
-        raise UsageError(f"{path}: config is a single value, got {kind_of(node)}")
-    beside = path.parent / node.value
-    return read_config(TrainSettings, beside if beside.is_file() else find_config(node.value, CONFIGS))
+def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
+    """Every arm by its name; of arms that would be the same runs the first. Errors: UsageError for settings that no
+    run can have, or arms that start from each other."""
+    made: dict[str, _Arm] = {}
+    same: dict[str, _Arm] = {}
+
+    def make(name: str, above: tuple[str, ...] = ()) -> _Arm:
+        if name in above:
+            raise UsageError(f"{file.path}: arms that start from each other: {one_line(', '.join(above), 200)}")
+        if name not in made:
+            where = f"{file.path}, arm {one_line(name, 80)!r}"
+            values = dict(file.arms[name])
+            asked = values["init_from"]
+            initial = file.names.get(asked) if asked is not None else None
+            if initial is not None:
+                values["init_from"] = None  # its folder is not there yet, and a run's settings are checked
+                if values["pretrained"] is not None:
+                    given = f"pretrained {one_line(values['pretrained'], 80)} beside init_from {one_line(initial, 80)}"
+                    raise UsageError(f"{where}: {given}: both bring every weight; give one of the two")
+            elif asked is not None and not is_folder(Path(asked)):
+                raise UsageError(f"{where}: {_no_start(asked, file.names)}")
+            start = make(initial, (*above, name)) if initial is not None else None
+            arm = _Arm(name, _settings(values, folder, where), start)
+            made[name] = same.setdefault(arm.identity, arm)
+        return made[name]
+
+    return {name: make(name) for name in file.arms}
 
 
-def _overrides(texts: list[str]) -> Json:
-    fields = {f.name: f for f in dataclasses.fields(TrainSettings)}
-    values: Json = {}
-    for text in texts:
-        key, value = text.split("=", 1)
-        values |= converted(
-            TrainSettings,
-            [(yaml.ScalarNode("tag:yaml.org,2002:str", key), _node(fields.get(key), value))],
-            Path("--set"),
-        )
-    return values
+def _no_start(asked: str, names: Iterable[str]) -> str:
+    there = sorted(names, key=lambda n: -difflib.SequenceMatcher(None, asked, n).ratio())
+    return f"init_from {one_line(asked, 100)!r}: no arm and no folder of that name; arms: {one_line(', '.join(there))}"
 
 
-def _node(field: Any, text: str) -> yaml.Node:
-    """What a flag's text would be in a file: 'a b' for a setting that takes a list."""
-    if field is not None and field.metadata["nargs"]:
-        return yaml.SequenceNode("", [yaml.ScalarNode("tag:yaml.org,2002:str", t) for t in text.split()])
-    null = text == "null" and field is not None and field.default is None
-    return yaml.ScalarNode("tag:yaml.org,2002:" + ("null" if null else "str"), text)
-
-
-def _refuse_ours(values: Mapping[str, Any], path: Path) -> None:
-    for name in OURS:
-        if name in values:
-            instead = {"seed": "; give seeds", "name": "; an arm's name is its own"}.get(name, "")
-            raise UsageError(f"{path}: {name} is set by the study for each of its runs{instead}")
-
-
-def _seeds(node: yaml.Node, where: Path) -> list[int]:
+def _settings(values: Json, folder: Path, where: str) -> TrainSettings:
+    ours = {"report": False, "keep_checkpoints": 1, "logs": str(folder / "runs")}
     try:
-        seeds = [whole_number(n.value) for n in node.value] if isinstance(node, yaml.SequenceNode) else []
-    except Exception:  # argparse's own kind, or a node that is no number
-        seeds = []
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UsageError(f"{where}: seeds: a list of different whole numbers from 0 on is expected, such as [0, 1, 2]")
-    return seeds
-
-
-# --- arms -------------------------------------------------------------------------------------------------------------
-
-
-def _arms(node: yaml.Node | None, base: Json, path: Path) -> tuple[dict[str, Json], dict[str, list[int]]]:
-    """Arm's name -> its settings, equal arms once, and -> its seeds, where it has its own. Errors: UsageError."""
-    if not isinstance(node, yaml.SequenceNode) or not node.value:
-        raise UsageError(f"{path}: arms: a list of settings is expected, such as - {{loss: sym, norm: cosine}}")
-    arms: dict[str, Json] = {}
-    known: dict[str, str] = {}
-    seeds: dict[str, list[int]] = {}
-    for entry in node.value:
-        where = f"{path}, line {entry.start_mark.line + 1}"
-        if not isinstance(entry, yaml.MappingNode):
-            raise UsageError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}, got {kind_of(entry)}")
-        asked = [_seeds(node, Path(where)) for key, node in entry.value if name_of(key) == "seeds"]
-        for name, own in _grid(entry, Path(where)):
-            _refuse_ours(own, Path(where))
-            values = _canonical(base | own)
-            name = name or _arm_name(values, base)
-            key = json.dumps(values, sort_keys=True)
-            if known.setdefault(key, name) != name:
-                name = known[key]  # the same arm by another road, such as a lambda of 1 beside asym-i2t
-            if name in arms and arms[name] != values:
-                raise UsageError(f"{where}: two different arms are called {one_line(name, 80)!r}")
-            arms[name] = values
-            if asked:
-                seeds[name] = list(dict.fromkeys([*seeds.get(name, []), *asked[0]]))
-    return arms, seeds
-
-
-def _grid(entry: yaml.MappingNode, where: Path) -> Iterator[tuple[str, Json]]:
-    """(name or "", settings) of every point of an entry: a list is an axis, except where a setting is a list itself."""
-    fields = {f.name: f for f in dataclasses.fields(TrainSettings)}
-    title, plain, axes = "", [], []
-    for key, node in entry.value:
-        name = name_of(key)
-        if name == "seeds":
-            continue
-        if name == "name":
-            title = node.value if isinstance(node, yaml.ScalarNode) else ""
-            if not title:
-                raise UsageError(f"{where}: an arm's name is a text")
-        elif isinstance(node, yaml.SequenceNode) and name in fields and not fields[name].metadata["nargs"]:
-            if not node.value:
-                raise UsageError(f"{where}: {name}: an empty list")
-            axes.append([(name, convert(fields[name], item, where)) for item in node.value])
-        else:
-            plain.append((key, node))
-    fixed = converted(TrainSettings, plain, where)
-    for point in itertools.product(*axes):
-        more = " ".join(_shown(k, v) for k, v in point)
-        yield f"{title} {more}".strip() if title else "", fixed | dict(point)
-
-
-def _canonical(values: Json) -> Json:
-    """One way to say each loss: a lambda of 0 or 1 is a one-direction loss, a lambda of 1/2 need not be said."""
-    weight = values["i2t_weight"]
-    if values["loss"] != "sym" or values.get("i2t_weight_end") is not None or weight not in (0, 0.5, 1):
-        return values
-    loss = {0: "asym-t2i", 0.5: "sym", 1: "asym-i2t"}[weight]
-    return values | {"loss": loss, "i2t_weight": None}
-
-
-def _arm_name(values: Json, base: Json) -> str:
-    """Loss and norm, and whatever else makes it another arm than the rest."""
-    names = [k for k in values if k not in ("loss", "norm", *MEASURING) and base.get(k) != values[k]]
-    return " ".join(_shown(k, values[k]) for k in ("loss", "norm", *names))
-
-
-def _shown(name: str, value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if name in ("loss", "norm") else f"{'λ' if name == 'i2t_weight' else name}={text}"
+        settings = TrainSettings(**(values | ours))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if settings.val_data == "none":
+        raise UsageError(
+            f"{where}: val_data none: a study shows what its runs' evaluations say; name data, or leave it"
+        )
+    return settings
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _cells(arms: Mapping[str, Json], wanted: list[str], seed: int, folder: Path, path: Path) -> list[Cell]:
-    """The cells of a seed, each after the one that it starts from, which comes along unasked. Errors: UsageError for
-    settings that no run can have, or arms that start from each other."""
-    made: dict[str, Cell] = {}
+def _cells(wanted: Sequence[_Arm], seed: int, folder: Path) -> list[Cell]:
+    """The cells of a seed, each after the one that it starts from, which comes along unasked."""
+    made: dict[_Arm, Cell] = {}
 
-    def make(arm: str, above: tuple[str, ...] = ()) -> Cell:
-        if arm in above:
-            raise UsageError(f"{path}: arms that start from each other: {one_line(', '.join(above), 200)}")
+    def make(arm: _Arm) -> Cell:
         if arm not in made:
-            values = dict(arms[arm])
-            initial = values.get("init_from")
-            start = make(str(initial), (*above, arm)) if initial in arms else None
-            made[arm] = _cell(arm, seed, values, start, folder, path)
+            start = make(arm.start) if arm.start is not None else None
+            made[arm] = _cell(arm, seed, start, folder / "runs")
         return made[arm]
 
     for arm in wanted:
@@ -223,25 +140,75 @@ def _cells(arms: Mapping[str, Json], wanted: list[str], seed: int, folder: Path,
     return list(made.values())
 
 
-def _cell(arm: str, seed: int, values: Json, start: Cell | None, folder: Path, path: Path) -> Cell:
-    ours = {"seed": seed, "report": False, "keep_checkpoints": 1, "logs": str(folder / "runs")}
-    if start is not None:
-        values.pop("init_from")  # its folder is not there yet, and a run's settings are checked
-    try:
-        settings = TrainSettings(**(values | ours))
-    except UsageError as error:
-        raise UsageError(f"{path}, arm {one_line(arm, 80)!r}: {error}") from None
-    defaults = {f.name: f.default for f in dataclasses.fields(TrainSettings)}
-    # what is not said is left out, so that a setting that a later version knows leaves finished runs finished
-    known = {k: v for k, v in settings.to_dict().items() if k not in COSMETIC and v != defaults[k]}
+def _cell(arm: _Arm, seed: int, start: Cell | None, runs: Path) -> Cell:
+    settings = copy.deepcopy(arm.settings)
+    settings.seed = seed
+    known = _known(settings)
     if start is not None:
         known["init_from"] = start.folder.name
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
-    slug = re.sub(r"[^A-Za-z0-9.]+", "-", arm).strip("-.")[:60]
-    runs = Path(settings.logs)
-    there = [p.name for p in runs.glob(f"*-seed{seed}-{digest}")]  # an arm that was called otherwise is the same arm
-    name = there[0] if there else f"{slug}-seed{seed}-{digest}"
-    settings.name = name
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", arm.name).strip("-.")[:60] or "arm"
+    there = sorted(p.name for p in runs.glob(f"*-seed{seed}-{digest}"))  # an arm called otherwise is the same arm
+    settings.name = there[0] if there else f"{slug}-seed{seed}-{digest}"
     if start is not None:
         settings.init_from = str(start.folder)
-    return Cell(arm, seed, settings, runs / name, start)
+    return Cell(arm.name, seed, settings, runs / settings.name, start)
+
+
+def _known(settings: TrainSettings) -> Json:
+    """What a run is known by. What is not said is left out, so that a setting that a later version knows leaves
+    finished runs finished."""
+    return {k: v for k, v in settings.to_dict().items() if k not in COSMETIC and v != FIELDS[k].default}
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def require_data(cells: Sequence[Cell]) -> None:
+    """Look for the data of runs, once each, and read none. Errors: UsageError, one line, where there are none."""
+    for settings in {(c.settings.train_data, c.settings.val_data): c.settings for c in cells}.values():
+        _require_there("train_data", settings.train_data)
+        if settings.val_data is not None:
+            _require_there("val_data", settings.val_data)
+    for settings in {c.settings.zeroshot_data: c.settings for c in cells}.values():
+        if settings.zeroshot_data is not None:
+            _require_there("zeroshot_data", settings.zeroshot_data)
+    for settings in (c.settings for c in cells):
+        if (
+            settings.val_data is None
+            and settings.val_holdout is None
+            and not settings.train_data.startswith("builtin:")
+        ):
+            root = Path(settings.train_data)
+            if not is_folder(root) or find_split(root, settings.val_split, "eval") is None:
+                told = f"{one_line(root)} has no evaluation split {one_line(settings.val_split or 'test or val', 60)}"
+                raise UsageError(f"{told}: a study shows what evaluations say: give val_data or val_holdout")
+
+
+def _require_there(name: str, source: str) -> None:
+    path = Path(source)
+    if source.startswith("builtin:"):
+        return
+    if is_folder(path):
+        if not any(path.glob("*.tar")) and not any(path.glob("*/*.tar")):
+            raise UsageError(f"{name} {one_line(source)}: no shards in that folder; valid: {FORMS}")
+        return
+    first = _first_shard(source)
+    try:
+        there = path.is_file() or (next(glob.iglob(first), None) if glob.has_magic(first) else Path(first).is_file())  # noqa: PTH207  (Path.glob takes no absolute pattern)
+    except OSError:  # longer than a name may be
+        there = False
+    if not there:
+        raise UsageError(f"{name} {one_line(source)}: no such data; valid: {FORMS}")
+
+
+def _first_shard(pattern: str) -> str:
+    """The first name of a pattern of shards; no other one is made.
+
+    >>> _first_shard("a/{00..59}{x,y{1,2}}.tar::b.tar")
+    'a/00x.tar'
+    """
+    name, before = pattern.partition("::")[0], ""
+    while name != before:
+        before, name = name, re.sub(r"\{([^{}]*?)(?:\.\.|,)[^{}]*\}", r"\1", name)
+    return name

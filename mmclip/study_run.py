@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from mmclip.errors import one_line
+from mmclip.errors import UsageError, one_line
 from mmclip.files import write_text_atomically
 from mmclip.interrupts import Interrupts
 from mmclip.results import RESULTS_FILE
@@ -38,9 +38,10 @@ def is_finished(cell: Cell) -> bool:
 def seconds_of(cell: Cell) -> float | None:
     """How long a finished cell took; None where that is not known."""
     try:
-        return float(json.loads((cell.folder / SECONDS_FILE).read_text(encoding="utf-8"))["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        seconds = float(json.loads((cell.folder / SECONDS_FILE).read_text(encoding="utf-8"))["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return seconds if math.isfinite(seconds) else None
 
 
 @dataclass
@@ -65,9 +66,10 @@ class StudyRun:
         self.done = len(cells) - len(self.waiting)
 
     def run(self, finished: Callable[[Cell], str]) -> int:
-        """Run to the end; ``finished`` says a cell's numbers in a few words. Returns 0, or the signal that ended it."""
+        """Run to the end; ``finished`` says a cell's numbers in a few words, or raises UsageError or OSError where its
+        files are not whole. Returns 0, or the signal that ended it."""
         for cell in self.cells:
-            if is_finished(cell) and not _is_locked(cell.folder):  # by a study that was killed before it could tidy up
+            if is_finished(cell) and not is_locked(cell.folder):  # by a study that was killed before it could tidy up
                 _tidy(cell)
         with Interrupts() as interrupts, progress_bar() as bar:
             whole = bar.add_task("study", total=len(self.cells), completed=self.done, note="")
@@ -111,7 +113,7 @@ class StudyRun:
                 self.waiting.remove(cell)
                 self._fail(cell, f"its initial run failed: {cell.initial.name}" if cell.initial else "", bar)
                 continue
-            if (cell.initial is not None and not is_finished(cell.initial)) or _is_locked(cell.folder):
+            if (cell.initial is not None and not is_finished(cell.initial)) or is_locked(cell.folder):
                 continue
             self.waiting.remove(cell)
             self._launch(cell, bar)
@@ -158,15 +160,17 @@ class StudyRun:
         bar.remove_task(run.task)
         spent = time.monotonic() - run.since
         if code == 0 and is_finished(run.cell):
+            try:
+                told = finished(run.cell)
+            except (UsageError, OSError) as error:
+                self._fail(run.cell, str(error), bar)
+                return
             self.done += 1
             write_text_atomically(
                 run.cell.folder / SECONDS_FILE, json.dumps({"seconds": spent + (seconds_of(run.cell) or 0.0)})
             )
             _tidy(run.cell)
-            self._say(
-                bar,
-                f"[{self.done}/{len(self.cells)}] {one_line(run.cell.name, 80)}: {finished(run.cell)}  {spent:.0f} s",
-            )
+            self._say(bar, f"[{self.done}/{len(self.cells)}] {one_line(run.cell.name, 80)}: {told}  {spent:.0f} s")
         else:
             self._fail(run.cell, _reason(Path(run.output.name), code), bar)
 
@@ -218,7 +222,7 @@ def last_line(path: Path) -> Json | None:
         return None
 
 
-def _is_locked(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether another process writes this run, such as one that outlived an earlier study."""
     try:
         with open(folder / ".lock", "r+", encoding="utf-8") as file:

@@ -15,7 +15,8 @@ from mmclip.config import CONFIGS, TrainSettings
 from mmclip.config_study import StudySettings, parse_study
 from mmclip.errors import UsageError
 from mmclip.study_arms import COSMETIC
-from mmclip.study_plan import OURS, Plan, plan_study
+from mmclip.study_file import OURS
+from mmclip.study_plan import Plan, plan_study, require_data
 
 ARMS = "arms:\n  - {loss: sym, norm: cosine}\n"
 
@@ -99,14 +100,45 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
         ("seeds: [a]\n" + ARMS, "seeds: a list of different whole numbers"),
         ("lr: 0\n" + ARMS, "arm 'sym cosine': --lr 0.0: expected a number above 0"),
         ("arms:\n  - {loss: asym-i2t, i2t_weight: 0.3}\n", "--i2t-weight 0.3 needs --loss sym"),
-        ("config: no_such\n" + ARMS, "--config no_such: no such file; a path, or one of: coco_vitb32"),
+        ("config: no_such\n" + ARMS, "study_tiny.yaml: config no_such: no such file; a path, or one of: coco_vitb32"),
         ("config: [a]\n" + ARMS, "config is a single value"),
         ("seeds: [0]\nseeds: [1]\n" + ARMS, "seeds is set twice"),
         (
             "arms:\n  - {norm: dot, name: a, init_from: b}\n  - {norm: qnorm, name: b, init_from: a}\n",
             "arms that start from each other",
         ),
-        ("arms:\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "two different arms are called 'a'"),
+        ("arms:\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "called 'a': give each a name of its own"),
+        ("arms:\n  - {norm: dot}\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "arms are called 'a'"),
+        ("arm:\n  - {norm: dot}\n", "unknown setting 'arm'; did you mean arms?"),
+        ("config: null\n" + ARMS, "study_tiny.yaml: config is a text, got null"),
+        ("title: [a]\n" + ARMS, "title is a single value, got a list"),
+        ("title: !!python/name:os.system a\n" + ARMS, "!!python/name:os.system is not read"),
+        ("arms: !!python/tuple\n  - {norm: dot}\n", "!!python/tuple is not read"),
+        ("arms:\n  - !!python/object:os.x {norm: dot}\n", "line 2: !!python/object:os.x is not read"),
+        ("arms:\n  - {norm: !!set [dot]}\n", "norm: !!set is not read"),
+        ("arms:\n  - {aug_cfg: !!set [a=1]}\n", "aug_cfg: !!set is not read"),
+        ("seeds: !!set [0]\n" + ARMS, "seeds: !!set is not read"),
+        ("arms:\n  - {norm: dot, norm: qnorm}\n", "line 2: norm is set twice"),
+        ("arms:\n  - {norm: [dot], norm: qnorm}\n", "line 2: norm is set twice"),
+        ("arms:\n  - {norm: dot, norm: [qnorm]}\n", "line 2: norm is set twice"),
+        ("arms:\n  - {norm: dot, name: a, name: b}\n", "line 2: name is set twice"),
+        ("arms:\n  - {norm: dot, seeds: [1], seeds: [2]}\n", "line 2: seeds is set twice"),
+        ("arms:\n  - {norm: dot, name: null}\n", "line 2: an arm's name is a text, got null"),
+        ("arms:\n  - {norm: dot, name: '  '}\n", "line 2: an arm's name is a text, got an empty one"),
+        ('arms:\n  - {norm: dot, name: "\\ud800"}\n', "holds a NUL or half a character"),
+        ("val_data: none\n" + ARMS, "arm 'sym cosine': val_data none: a study shows"),
+        (
+            "arms:\n  - {norm: [cosine, dot]}\n  - {norm: qnorm, init_from: sym cosin}\n",
+            "init_from 'sym cosin': no arm and no folder of that name; arms: sym cosine, sym dot, ",
+        ),
+        (
+            "arms:\n  - {norm: dot}\n  - {norm: qnorm, init_from: sym dot, pretrained: tag}\n",
+            "beside init_from sym dot",
+        ),
+        (
+            "pretrained: openai\nmodel: ViT-B-32\narms:\n  - {norm: dot}\n  - {init_from: sym dot}\n",
+            "give one of the two",
+        ),
         (
             "arms:\n  - {lr: " + str([i / 1e6 for i in range(1, 2100)]) + "}\n",
             "2,099 runs, more than 2,000",
@@ -117,6 +149,11 @@ def test_a_slip_is_one_line(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)) as raised:
         plan(tmp_path, text)
     assert "\n" not in str(raised.value)
+
+
+def test_a_name_without_ascii_letters_still_names_a_folder(tmp_path: Path) -> None:
+    (cell,) = plan(tmp_path, "arms:\n  - {norm: dot, name: длина}\n").cells
+    assert re.fullmatch(r"arm-seed0-[0-9a-f]{8}", cell.folder.name)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +170,34 @@ def test_flags_are_checked(argv: list[str], told: str) -> None:
         parse_study(argv)
 
 
-def test_settings_of_the_command_line_win_and_lists_and_null_are_understood(tmp_path: Path) -> None:
-    cell = plan(tmp_path, "lr: 1\n" + ARMS, set=["lr=0.5", "aug_cfg=scale=0.9,1 none=1", "grad_clip_norm=null"]).cells[
-        0
-    ]
-    assert cell.settings.lr == 0.5 and cell.settings.grad_clip_norm is None
-    assert cell.settings.aug_cfg == ["scale=0.9,1", "none=1"]
-    with pytest.raises(UsageError, match="--set: unknown setting 'lrr'; did you mean lr"):
-        plan(tmp_path, ARMS, set=["lrr=1"])
+def test_data_that_are_not_there_are_told_before_a_run(tmp_path: Path) -> None:
+    def told(*given: str) -> str:
+        cells = plan(tmp_path, ARMS, set=list(given)).cells
+        with pytest.raises(UsageError) as raised:
+            require_data(cells)
+        return str(raised.value)
+
+    there, empty = tmp_path / "there", tmp_path / "empty"
+    for folder in (there / "train", empty):
+        folder.mkdir(parents=True)
+    (there / "train" / "00.tar").touch()
+    (there / "a.csv").touch()
+    assert told(f"train_data={tmp_path}/no").startswith(
+        f"train_data {tmp_path}/no: no such data; valid: a shard pattern"
+    )
+    assert "no such data" in told(f"train_data={there}/train/{{01..09}}.tar")
+    assert "no such data" in told("train_data=" + "x" * 5000) and "no such data" in told(f"train_data={there}/*.tar")
+    assert "no shards in that folder" in told(f"train_data={empty}")
+    assert told(f"val_data={tmp_path}/no").startswith("val_data ")
+    assert told(f"zeroshot_data={tmp_path}/no").startswith("zeroshot_data ")
+    for source in (there, there / "a.csv", there / "train" / "{00..09}.tar", there / "train" / "*.tar"):
+        assert "no evaluation split test or val" in told(f"train_data={source}")
+        require_data(plan(tmp_path, ARMS, set=[f"train_data={source}", "val_holdout=3"]).cells)
+        require_data(plan(tmp_path, ARMS, set=[f"train_data={source}", f"val_data={there}"]).cells)
+    (there / "val").mkdir()
+    (there / "val" / "0.tar").touch()
+    require_data(plan(tmp_path, ARMS, set=[f"train_data={there}"]).cells)
+    require_data(plan(tmp_path, ARMS).cells)
 
 
 @settings(max_examples=30, deadline=None)
