@@ -127,8 +127,9 @@ def label_offsets(
     Each takes the nearest place where its box meets no point, no earlier label and nothing that is ``taken`` (boxes:
     centre, half width and height); where there is none, the place that meets least.
 
-    >>> label_offsets(np.array([[0.0, 0.0], [9.0, 0.0]]), ["1"])  # the right is taken
-    [(0.0, 9.0)]
+    >>> [(x, y)] = label_offsets(np.array([[0.0, 0.0], [9.0, 0.0]]), ["1"])  # the right is taken: above it
+    >>> round(x, 1), round(y, 1)
+    (3.4, 8.3)
     """
     boxes = [*((x, y, 4.0, 4.0) for x, y in at), *taken]
     found = []

@@ -148,6 +148,7 @@ class ZeroShot:
 def class_documents(prompts: Tensor, gamma_d: float) -> tuple[Tensor, float]:
     """(a document a class, the gamma_d that it is ranked with): raw prompts [C, T, D] -> [C, D] float32.
 
+    >>> import torch
     >>> class_documents(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), 0.0)
     (tensor([[1.5000, 3.0000]]), 0.0)
     >>> class_documents(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), 1.0)
