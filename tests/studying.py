@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmclip.config import TrainSettings
+from mmclip.config_study import StudySettings
 from mmclip.correction import Bank
 from mmclip.evaluation import evaluate
 from mmclip.pools import EvalData
 from mmclip.results import Results
 from mmclip.similarity import Direction, Exponents, Normalization
 from mmclip.study_arms import Arm
+from mmclip.study_plan import Plan, plan_study
 
+ARMS = "arms:\n  - {loss: sym, norm: cosine}\n"
 N, CAPTIONS, DIM = 60, 2, 16
 WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}
+
+
+def plan(folder: Path, text: str, **more: object) -> Plan:
+    """What a study's file of this text asks for, its runs in folder/logs."""
+    file = folder / "study_tiny.yaml"
+    file.write_text(text, encoding="utf-8")
+    return plan_study(StudySettings(config=str(file), logs=str(folder / "logs"), **more))  # type: ignore[arg-type]
 
 
 def planted_run(

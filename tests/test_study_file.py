@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config_study import StudySettings
 from mmclip.errors import UsageError
-from mmclip.study_plan import Plan, plan_study
-
-ARMS = "arms:\n  - {loss: sym, norm: cosine}\n"
-
-
-def plan(folder: Path, text: str, **more: object) -> Plan:
-    file = folder / "study_tiny.yaml"
-    file.write_text(text, encoding="utf-8")
-    return plan_study(StudySettings(config=str(file), logs=str(folder / "logs"), **more))  # type: ignore[arg-type]
+from tests.studying import ARMS, plan
 
 
 def test_a_grid_is_counted_before_it_is_made(tmp_path: Path) -> None:

@@ -16,15 +16,8 @@ from mmclip.config_study import StudySettings, parse_study
 from mmclip.errors import UsageError
 from mmclip.study_arms import COSMETIC
 from mmclip.study_file import OURS
-from mmclip.study_plan import Plan, plan_study, require_data
-
-ARMS = "arms:\n  - {loss: sym, norm: cosine}\n"
-
-
-def plan(folder: Path, text: str, **more: object) -> Plan:
-    file = folder / "study_tiny.yaml"
-    file.write_text(text, encoding="utf-8")
-    return plan_study(StudySettings(config=str(file), logs=str(folder / "logs"), **more))  # type: ignore[arg-type]
+from mmclip.study_plan import plan_study, require_data
+from tests.studying import ARMS, plan
 
 
 def test_every_arm_runs_with_every_seed_and_all_settings_reach_the_run(tmp_path: Path) -> None:
