@@ -80,6 +80,7 @@ def evaluate(
         retrieval: Json = {}
         lengths: Json = {}
         told: Json = {}
+        chance: Json = {}
         ways = rank_both_ways(
             *CLIP_DIRECTIONS[0].roles(pool.vectors),
             pool.pairs,
@@ -95,11 +96,14 @@ def evaluate(
             for scoring, more in about.items():
                 numbers[scoring] |= more
             retrieval[direction.value], lengths[direction.document_side] = numbers, side
+            at = rankings["cosine"]
+            chance[direction.value] = float(np.diff(at.offsets).mean() / at.n_documents)
             told[direction.value] = _diagnostics(pool, direction, rankings, backwards, per_query, fisher, how)
         pools[pool.name] = {
             "n_images": len(pool.vectors["image"]),
             "n_texts": len(pool.vectors["text"]),
             "n_queries": {d.value: len(per_query[f"{pool.name}/{d.value}/queries"]) for d in CLIP_DIRECTIONS},
+            "chance": chance,  # success@1 of a ranking that knows nothing
             **({"fingerprint": pool.fingerprint} if pool.fingerprint else {}),
             "retrieval": retrieval,
             "magnitude": {"image": lengths["image"], "text": lengths["text"]},
@@ -115,6 +119,7 @@ def evaluate(
             "n_images": main["n_images"],
             "n_texts": main["n_texts"],
             "n_queries": main["n_queries"],
+            "chance": main["chance"],
             "fingerprint": data.fingerprint(),
         },
         **given,

@@ -221,7 +221,8 @@ def _nulls(study: Study) -> Iterator[Json]:
         for d in trained(arm):
             mean = study.mean(Scored(arm, d))
             first = next(iter(arm.runs.values()))
-            chance = 1 / first.json["data"]["n_images"]
+            data = first.json["data"]
+            chance = data.get("chance", {}).get(d, 1 / data["n_images"])
             row = said.get((arm.name, d), {})
             positive = [k for k in ("learned", "useful") if row.get(k) == "yes"]
             positive += ["above chance"] if mean.above(chance) else []

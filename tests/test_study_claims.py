@@ -113,6 +113,14 @@ def test_a_null_that_finds_something_is_told() -> None:
     assert {(r["verdict"], r["counts"]) for r in found} == {("found", "above chance")}
 
 
+def test_chance_is_that_of_the_datas_own_relevance() -> None:
+    arm = planted_arm("leaky", changes={"permute_pairs": True})
+    for run in arm.runs.values():
+        assert run.json["data"]["chance"] == {"i2t": pytest.approx(2 / 60), "t2i": pytest.approx(1 / 60)}
+        run.json["data"]["chance"] = {"i2t": 1.0, "t2i": 1.0}  # every document would do
+    assert {r["verdict"] for r in of(claims(Study([arm], resamples=50)).rows, "B3")} == {"clean"}
+
+
 def test_a_study_without_arms_for_a_claim_says_so() -> None:
     rows = claims(Study([planted_arm(seeds=(0,))], resamples=30)).rows
     assert {r["verdict"] for r in rows if r["claim"] != "T2"} == {"not asked here"}
