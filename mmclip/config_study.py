@@ -65,7 +65,7 @@ EXAMPLES = """the study's file: settings of train_clip.py for all runs, and
 
 examples:
   python scripts/run_study.py
-      configs/study_scenes.yaml: built-in data, ten minutes on two cores
+      configs/study_scenes.yaml: built-in data, eight minutes on two cores
 
   MMCLIP_SHARED=DIR python scripts/run_study.py --config study_flickr8k_heads
       projection heads on frozen trunks; again after an interruption, it goes on where it was
