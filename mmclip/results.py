@@ -18,6 +18,7 @@ NATIVE, REVERSED, CORRECTED = "native", "reversed", "corrected"
 RESULTS_FILE = "results.json"
 PER_QUERY_FILE = "per_query.npz"
 ITEMS_FILE = "items.json"
+START_FILE = "start.json"  # what --measure-start leaves beside them
 ITEMS = ("image_keys", "captions", "owner")
 
 Array = NDArray[Any]

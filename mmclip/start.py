@@ -21,12 +21,10 @@ from mmclip.errors import one_line
 from mmclip.files import write_text_atomically
 from mmclip.finish import evaluate_source
 from mmclip.fisher_report import PER_DIMENSION, fisher_report
-from mmclip.results import json_text
+from mmclip.results import START_FILE, json_text
 from mmclip.similarity import CLIP_DIRECTIONS, TINY, Direction, mean_length_factors
 from mmclip.training import Trainer
 from mmclip.zero_shot import ZeroShot
-
-START_FILE = "start.json"
 
 
 @torch.no_grad()

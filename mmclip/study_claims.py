@@ -10,7 +10,7 @@ from typing import Any
 
 from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED
-from mmclip.study_arms import Arm
+from mmclip.study_arms import WEIGHTS, Arm
 from mmclip.study_judgements import fisher, kappa_verdicts, keeps_both, verdicts
 from mmclip.study_numbers import Estimate, Scored, Study, initial, permuted, trained
 from mmclip.study_sheets import Sheet, estimate_columns
@@ -52,8 +52,7 @@ def _row(claim: str, statement: str, direction: str, verdict: str, found: Estima
 
 def plain_arm(study: Study, loss: str, norm: str) -> Arm | None:
     """The arm of a loss (lambda of its name) and norm that is trained as the model begins, without more settings."""
-    weight = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}[loss]
-    found = [a for a in study.arms if study.is_plain(a) and a.settings.norm == norm and a.i2t_weight == weight]
+    found = [a for a in study.arms if study.is_plain(a) and a.settings.norm == norm and a.i2t_weight == WEIGHTS[loss]]
     return found[0] if found else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from mmclip.errors import UsageError, one_line
 from mmclip.model_names import check_model, export_folder
 from mmclip.pools import MAIN_POOL
-from mmclip.results import PER_QUERY_FILE, Results
+from mmclip.results import PER_QUERY_FILE, START_FILE, Results
 from mmclip.runlog import METRICS
 from mmclip.runs import load_run, told_of
 from mmclip.study_arms import Arm
@@ -21,7 +21,6 @@ from mmclip.study_plan import Cell
 from mmclip.study_run import is_finished, is_locked, seconds_of
 
 Json = dict[str, Any]
-START_FILE = "start.json"
 DAMAGED = ".damaged"  # behind the name of a folder that is put aside
 
 

@@ -6,12 +6,12 @@ What does not exist is told, never raised: an :class:`Estimate` without a value 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binomtest
 
 from mmclip import metrics
 from mmclip.comparable import same_data
@@ -85,8 +85,7 @@ def sign_test(agree: int, n: int) -> float:
     >>> sign_test(6, 6), sign_test(2, 4), sign_test(0, 0)
     (0.03125, 1.0, 1.0)
     """
-    tail = sum(math.comb(n, i) for i in range(min(agree, n - agree) + 1)) / 2**n
-    return min(1.0, 2 * tail)
+    return float(binomtest(agree, n).pvalue) if n else 1.0
 
 
 def fraction(arm: Arm) -> float:

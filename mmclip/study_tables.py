@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mmclip.report_source import is_number
 from mmclip.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.similarity import CLIP_DIRECTIONS
-from mmclip.study_arms import COSMETIC, MEASURING, Arm
+from mmclip.study_arms import COSMETIC, MEASURING, WEIGHTS, Arm
 from mmclip.study_numbers import (
     Scored,
     Spread,
@@ -135,7 +135,7 @@ def table6(study: Study) -> Sheet:
     fractions. d is that of the reference set topk."""
     rows, placed = [], set()
     for paper in PAPER_TABLE6:
-        weight = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}[paper.loss]
+        weight = WEIGHTS[paper.loss]
         found = [a for a in study.arms if study.is_plain(a) and (a.i2t_weight, a.settings.norm) == (weight, paper.norm)]
         placed |= {id(arm) for arm in found}
         rows += [_table6_row(study, arm, paper) for arm in found]

@@ -10,11 +10,12 @@ import pytest
 from mmclip import metrics
 from mmclip.comparison import pooled_verdict, verdict
 from mmclip.errors import UsageError
+from mmclip.losses import LOSS_WEIGHTS
 from mmclip.pools import MAIN_POOL
 from mmclip.results import CORRECTED, NATIVE
 from mmclip.seed_bootstrap import seed_draws
 from mmclip.similarity import Direction
-from mmclip.study_arms import baseline_of, control_of
+from mmclip.study_arms import WEIGHTS, baseline_of, control_of
 from mmclip.study_numbers import Scored, Study, curriculum, served, trained
 from tests.studying import planted_arm
 
@@ -172,3 +173,7 @@ def test_a_control_never_saw_a_length_and_starts_where_the_arm_starts():
     dot, cosine = arm("from dot", "cosine", initial="raw"), arm("from cosine", "cosine", initial="clean")
     assert control_of(tuned, [clean, cosine]) is cosine
     assert control_of(arm("tuned dot", "qnorm", initial="raw"), [arm("raw", "dot"), dot]) is None
+
+
+def test_lambda_of_a_loss_is_the_losss_own():
+    assert WEIGHTS == LOSS_WEIGHTS
