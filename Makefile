@@ -24,11 +24,11 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,clip-benchmark,serving]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,text,clip-benchmark,serving]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,clip-benchmark,serving,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,text,clip-benchmark,serving,dev]'
 	touch $@
 
 clean:

@@ -72,8 +72,9 @@ def contrastive_loss(
 ) -> Tensor:
     """Softmax cross-entropy of each query over its candidates, where the document of query i is candidate i.
 
-    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, Q] or None -> 0-d mean, in
-    which ``focal`` weighs each query by (1 - p)**focal, p the probability that the softmax gives its targets.
+    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, from Q to N] (further columns
+    are none) or None -> 0-d mean, in which ``focal`` weighs each query by (1 - p)**focal, p the probability that the
+    softmax gives its targets.
 
     >>> s = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     >>> float(contrastive_loss(s).exp())  # two equal candidates: one chance in two
@@ -86,8 +87,8 @@ def contrastive_loss(
     own = torch.arange(queries, device=scores.device)
     target = None
     if policy is not Positives.NONE and positives is not None:
-        diagonal = torch.eye(queries, dtype=torch.bool, device=scores.device)
-        more = (0, scores.shape[1] - queries)
+        diagonal = torch.eye(queries, positives.shape[1], dtype=torch.bool, device=scores.device)
+        more = (0, scores.shape[1] - positives.shape[1])
         if policy is Positives.MASK:
             scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, more), -torch.inf)
         else:
@@ -182,11 +183,13 @@ class ContrastiveLoss(nn.Module):
         text_id: Tensor | None = None,
         extra: Mapping[str, Tensor] | None = None,
         untrained: bool = True,
+        known: Mapping[Direction, Tensor] | None = None,
     ) -> LossOutput:
         """sides: raw features by side name ("image", "text"; or "query", "document"), each [B, D], row i the pair i.
 
-        image_id, text_id [B]: equal numbers mark known positives. extra: further raw candidates by side, [H, D], that
-        match no query. ``untrained`` False leaves out the (gradient-free) losses of directions of weight 0.
+        image_id, text_id [B]: equal numbers mark known positives. extra: further raw candidates by side, [H, D].
+        known: instead of ids, the known positives of a direction, bool [B, B] or, with those among the extra
+        candidates, [B, B + H]. ``untrained`` False leaves out the (gradient-free) losses of directions of weight 0.
         """
         positives = known_positives(image_id, text_id)
         total: Tensor | None = None
@@ -206,7 +209,8 @@ class ContrastiveLoss(nn.Module):
                 if not trained:
                     self._follow_trained(direction)
                 scores = self.similarity(direction, query, document)
-                value = contrastive_loss(scores, positives, self.positives, self.focal)
+                matches = positives if known is None else known.get(direction)
+                value = contrastive_loss(scores, matches, self.positives, self.focal)
             by_direction[direction] = value.detach()
             if trained:  # a weight that is 0 for a moment gives its alpha a gradient of 0, not none
                 total = weight * value if total is None else total + weight * value

@@ -1,7 +1,8 @@
 """Roles, normalizations and the one similarity: everything else in mmclip is written in these terms.
 
 A **direction** says who asks. In ``i2t`` an image is the query and texts are the documents; in ``t2i`` a text is the
-query and images are the documents; text retrieval has the one direction ``q2d``. A **normalization** acts on roles,
+query and images are the documents; text retrieval asks in ``q2d``, and may be trained in ``d2q``, too, where documents
+ask for their queries. A **normalization** acts on roles,
 never on modalities, by two exponents (Feng & Watanabe 2026, arXiv 2602.09229, eq. 3-7):
 
     s(q, d) = alpha * (q . d) / (|q|**gamma_q * |d|**gamma_d)
@@ -37,21 +38,25 @@ class Direction(StrEnum):
     I2T = "i2t"
     T2I = "t2i"
     Q2D = "q2d"
+    D2Q = "d2q"
 
     @property
     def query_side(self) -> str:
-        return {"i2t": "image", "t2i": "text", "q2d": "query"}[self.value]
+        return {"i2t": "image", "t2i": "text", "q2d": "query", "d2q": "document"}[self.value]
 
     @property
     def document_side(self) -> str:
-        return {"i2t": "text", "t2i": "image", "q2d": "document"}[self.value]
+        return self.opposite.query_side
 
     @property
     def opposite(self) -> Direction:
-        """The direction with the roles exchanged. Errors: ValueError for q2d, which has none."""
-        if self is Direction.Q2D:
-            raise ValueError("direction q2d has no opposite: text retrieval has one direction")
-        return Direction.T2I if self is Direction.I2T else Direction.I2T
+        """The direction with the roles exchanged.
+
+        >>> Direction.Q2D.opposite.value
+        'd2q'
+        """
+        first, second = CLIP_DIRECTIONS if self in CLIP_DIRECTIONS else TEXT_DIRECTIONS
+        return second if self is first else first
 
     def roles(self, sides: Mapping[str, T]) -> tuple[T, T]:
         """(query, document) out of what each side holds.
@@ -63,6 +68,7 @@ class Direction(StrEnum):
 
 
 CLIP_DIRECTIONS = (Direction.I2T, Direction.T2I)
+TEXT_DIRECTIONS = (Direction.Q2D, Direction.D2Q)
 
 
 class Exponents(NamedTuple):
