@@ -132,13 +132,14 @@ def load_text_model(
     folder's, weights are drawn from ``seed``. keep_normalize leaves Normalize modules where they are. lengths and
     prompts: by role; None: the model's own. Errors: UsageError, one line.
     """
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
     source = resolve_model(name)
     if random_init and not Path(source).is_dir():
         raise UsageError(f"--model {one_line(name)}: --random-init needs a folder, with a config and a tokenizer in it")
     facts = read_text_facts(source)
+    # only now: it takes seconds
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
     with quiet() as missing, tempfile.TemporaryDirectory() as scratch:
         try:
             if random_init:

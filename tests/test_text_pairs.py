@@ -199,7 +199,7 @@ JSONL = [
     ('{"query": "a", "positive": "b", "negative": "c", "negatives": ["d"]}', "line 1: negatives is a list of texts"),
     ('{"query": "a", "positive": "\\udc00"}', "line 1: the positive holds half of a surrogate pair"),
     ('{"query": "a", "positive": ""}', "line 1: the positive is empty"),
-    ('{"query": "a", "positive": "b", "negatives": ["c"]}\n{"query": "a", "positive": "b"}', "line 2: 0 negatives, and"),
+    ('{"query": "a", "positive": "b", "negatives": ["c"]}\n{"query": "a", "positive": "b"}', "line 2: 0 negatives"),
     ('{"query": "a"', "line 1: not JSON"),
     ("", "no pair in it"),
 ]  # fmt: skip
@@ -221,4 +221,5 @@ def test_what_is_neither_is_named(tmp_path: Path) -> None:
 def test_scifact_in_pairs(shared: Path) -> None:
     rest, watched = hold_out(shared / "data" / "scifact", "train", 100, seed=0)
     assert watched is not None and len(watched.documents) == 2000 and len(watched.queries) == 100
-    assert rest.n_queries == 707 and len(rest) + len(watched.pairs) == 919  # two claims stand there twice
+    # two claims stand there twice; the twin of one that is held out leaves, too, with its three pairs
+    assert rest.n_queries == 707 and len(rest) + len(watched.pairs) == 919 - 3
