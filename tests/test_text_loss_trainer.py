@@ -41,8 +41,8 @@ class Clamp(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         similarity = self.loss.loss.similarity
-        gammas = dict(zip(("gamma_q", "gamma_d"), map(float, similarity.exponents), strict=True))
-        self.seen.append({"alpha": float(similarity.scale(Direction.Q2D)), **gammas})
+        gammas = {n: torch.as_tensor(g).item() for n, g in similarity.exponents._asdict().items()}
+        self.seen.append({"alpha": similarity.scale(Direction.Q2D).item(), **gammas})
 
 
 def train(loss: RoleRankingLoss, folder: Path, steps: int = 6, **settings: Any) -> list[dict[str, float]]:
@@ -56,7 +56,7 @@ def train(loss: RoleRankingLoss, folder: Path, steps: int = 6, **settings: Any) 
         per_device_train_batch_size=8,
         per_device_eval_batch_size=8,
         learning_rate=1e-3,
-        learning_rate_mapping={"gamma_hat": 5e-2},
+        learning_rate_mapping={"gamma_hat": 5e-2} if loss.loss.similarity.norm == "learned" else {},
         report_to=[],
         save_strategy="no",
         logging_strategy="no",
