@@ -95,8 +95,8 @@ def rank(
 
     query [Q, D], document [N, D]: raw vectors on one device; pairs [P, 2]: (query row, document row); scorings:
     name -> exponents; gains [P]: how relevant, above 0; top_k: scoring -> how many of the best documents to list, none
-    by default. excluded [X, 2]: (query row, document row) of documents that do not exist for a query: neither listed nor
-    counted in its ranks, and lists are as long as the query with fewest documents left has any.
+    by default. excluded [X, 2]: (query row, document row) of documents that do not exist for a query, neither listed
+    nor counted in its ranks; no list is then longer than the documents that are left to any query.
     progress: called with (scores done, scores in all) after each tile.
     Memory beside the vectors and the result is about ``block_bytes``.
     Errors: UsageError for embeddings that are not finite or whose D differ, and for unusable pairs or gains; also where
@@ -200,7 +200,7 @@ def _rank(
 
 
 def _ranking(judged: Judged, ranked: Ranked, block_bytes: int, out: Array | None) -> Ranking:
-    """Counts -> ranks and lists, in the queries' own order. out [P]: pairs whose document is excluded, None for none."""
+    """Counts -> ranks and lists, in the queries' own order. out [P]: pairs whose document is excluded; None: none."""
     value, at_least, above = (
         x.cpu().numpy()[np.argsort(judged.by_slot)] for x in (ranked.threshold, ranked.at_least, ranked.above)
     )

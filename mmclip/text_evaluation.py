@@ -43,7 +43,5 @@ def evaluate_text(
     raise NotImplementedError
 
 
-def quick_numbers(
-    collection: TextCollection, query: Tensor, document: Tensor, native: Exponents
-) -> dict[str, float]:
+def quick_numbers(collection: TextCollection, query: Tensor, document: Tensor, native: Exponents) -> dict[str, float]:
     raise NotImplementedError
