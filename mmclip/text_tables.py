@@ -20,8 +20,8 @@ Json = dict[str, Any]
 COLUMNS = (("ndcg@10", "nDCG@10"), ("recall@100", "R@100"), ("mrr@10", "MRR@10"), ("success@1", "S@1"))
 MAIN = "ndcg@10"
 _LEGEND = """± half of the 95% interval over queries. R@100: share of a query's relevant documents among the best 100.
-CV: std/mean of lengths. d: Cohen's d of document length, relevant against irrelevant among each query's 10 best by cosine
-(topk), or documents relevant to some query against those relevant to none (corpus); its null is a control run, not 0.
+CV: std/mean of lengths. d: Cohen's d of document length, relevant against irrelevant among each query's 10 best by
+cosine (topk), or documents relevant to some query against those relevant to none (corpus); its null is a control run.
 """
 _PAIRED = """~ within noise: the paired interval of the difference holds 0. p: paired randomization test, two-sided; of
 several runs corrected by Holm. detectable: the smallest true difference that these queries show four times in five.
