@@ -57,15 +57,29 @@ class TextModel:
         asked, own = self.lengths.get(role), self.encoder.max_seq_length
         return own if asked is None else asked if own is None else min(asked, own)
 
+    def tokens(self, texts: Sequence[str], role: str) -> dict[str, Any]:
+        """What the encoder takes of texts in a role, cut and prompted as ``encode`` does it."""
+        with self._cut(role):
+            found: dict[str, Any] = self.encoder.preprocess(list(texts), prompt=self.prompts.get(role, ""))
+        return found
+
+    @contextlib.contextmanager
+    def _cut(self, role: str) -> Iterator[None]:
+        """Inside, texts are cut to a role's length."""
+        own = self.encoder.max_seq_length
+        self.encoder.max_seq_length = self.length_of(role)
+        try:
+            yield
+        finally:
+            self.encoder.max_seq_length = own
+
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], role: str, batch_size: int = 64, progress: bool = True) -> Tensor:
         """Raw vectors of texts in the role "query" or "document": [N, D], float32, on the CPU.
 
         Errors: UsageError where a vector is not finite, naming the first text.
         """
-        own = self.encoder.max_seq_length
-        self.encoder.max_seq_length = self.length_of(role)
-        try:
+        with self._cut(role):
             rows = self.encoder.encode(
                 list(texts),
                 prompt=self.prompts.get(role, ""),
@@ -74,8 +88,6 @@ class TextModel:
                 convert_to_tensor=True,
                 normalize_embeddings=False,
             )
-        finally:
-            self.encoder.max_seq_length = own
         rows = rows.float().cpu() if len(texts) else torch.zeros(0, self.dim)
         bad = torch.nonzero(~rows.isfinite().all(dim=1)).flatten()
         if len(bad):
@@ -108,7 +120,7 @@ def load_text_model(
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
-    with _quiet(), tempfile.TemporaryDirectory() as scratch:
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
         try:
             source = name
             if random_init:
@@ -220,7 +232,7 @@ def _try_out(model: TextModel) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers and sentence-transformers log every step of loading, and draw bars for it."""
     from transformers.utils import logging as hf_logging
 

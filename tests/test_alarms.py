@@ -18,7 +18,7 @@ HEALTHY = {"gamma_q": 0.4, "gamma_d": 0.7, "effective_scale_i2t": 30.0, "effecti
 def alarms(**changed: Any) -> Alarms:
     known: dict[str, Any] = {
         "batch": 128, "weights": {"i2t": 1.0, "t2i": 0.0}, "learned": True, "gamma_init": 0.5, "scale_max": 100.0,
-        "warmup": 20, "total_steps": 400, "n_images": 1000, "n_texts": 5000,
+        "warmup": 20, "total_steps": 400, "queries": {"i2t": 1000, "t2i": 5000},
     }  # fmt: skip
     return Alarms(**known | changed)
 
@@ -102,7 +102,7 @@ def test_validation_alarms_know_a_price_from_a_collapse(numbers: dict[str, float
 
 
 def test_few_queries_prove_no_death() -> None:
-    assert alarms(n_images=100, n_texts=4).validation(success(0.3, 0.02, 0.3, 0.02)) == []
+    assert alarms(queries={"i2t": 100, "t2i": 4}).validation(success(0.3, 0.02, 0.3, 0.02)) == []
 
 
 def test_a_run_tells_its_alarms_and_strict_ends_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
