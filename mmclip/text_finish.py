@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,13 @@ from mmclip.errors import one_line
 from mmclip.files import write_atomically, write_text_atomically
 from mmclip.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.results import START_FILE, json_text, save_results
-from mmclip.similarity import TINY, Direction, Exponents, mean_length_factors
+from mmclip.similarity import TINY, Direction, mean_length_factors
 from mmclip.text_data import TextCollection
 from mmclip.text_evaluation import evaluate_text
-from mmclip.text_loss import RoleRankingLoss, text_facts
+from mmclip.text_loss import text_facts
 from mmclip.text_model import COSINE_LIKE, ROLES, TextModel, save_text_model
 from mmclip.text_pairs import TrainingPairs
-
-if TYPE_CHECKING:
-    from mmclip.text_training import Run
+from mmclip.text_training import Run, exponents_of
 
 MODEL_FOLDER = "model"
 EVALUATIONS = "evaluations"
@@ -59,10 +57,6 @@ class Evaluations:
     def forget(self) -> None:
         """The model has changed."""
         self.documents = []
-
-
-def exponents_of(loss: RoleRankingLoss) -> Exponents:
-    return Exponents(*(float(g) for g in loss.loss.similarity.exponents))
 
 
 def about(settings: TextTrainSettings, run: Run, pairs: TrainingPairs, steps: int) -> Json:
@@ -120,7 +114,7 @@ def measure_start(run: Run, pairs: TrainingPairs, collection: TextCollection | N
     if collection is not None:
         query, document = evaluations.vectors_of(collection)
         trained = text_facts(loss, settings) | {"logit_scale_q2d": alpha}
-        known = about(settings, run, pairs, 0) | {"trained_with": trained, "data": _place(collection)}
+        known = about(settings, run, pairs, 0) | {"trained_with": trained}
         content = evaluate_text(
             collection, query, document, native, known, alpha=alpha, fisher=True, seed=settings.seed
         ).results.json
@@ -205,7 +199,7 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
             query,
             document,
             native,
-            {**known, "trained_with": trained, "seconds": seconds, "data": _place(collection),
+            {**known, "trained_with": trained, "seconds": seconds,
              "alarms": {a.name: a.text for a in run.told}},
             alpha=trained["logit_scale_q2d"],
             seed=settings.seed,

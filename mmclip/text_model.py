@@ -185,7 +185,8 @@ def save_text_model(model: TextModel, folder: Path, facts: dict[str, Any]) -> No
     """
     gamma_d = float(facts["gamma_d"])
     model.encoder.similarity_fn_name = "cosine" if gamma_d > 0.5 else "dot"
-    model.encoder.save_pretrained(str(folder), create_model_card=False)
+    with quiet():
+        model.encoder.save_pretrained(str(folder), create_model_card=False)
     write_text_atomically(folder / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
 
 

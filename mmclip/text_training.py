@@ -91,7 +91,6 @@ class TextTrainer(SentenceTransformerTrainer):
             warmup_steps=settings.warmup,
             max_grad_norm=settings.grad_clip_norm,
             bf16=amp,
-            gradient_checkpointing=settings.grad_checkpointing,
             seed=settings.seed,
             use_cpu=device.type == "cpu",
             dataloader_pin_memory=device.type == "cuda",
@@ -107,6 +106,8 @@ class TextTrainer(SentenceTransformerTrainer):
         super().__init__(model=model.encoder, args=arguments, train_dataset=dataset, loss=loss,
                          data_collator=RoleCollator(model))  # fmt: skip
         self.remove_callback(PrinterCallback)
+        if settings.grad_checkpointing:
+            model.encoder.gradient_checkpointing_enable()  # the trainer's own switch has a name that is going away
         self.step_loss = torch.tensor(math.nan)
 
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
@@ -133,7 +134,8 @@ class TextTrainer(SentenceTransformerTrainer):
         root.mkdir(parents=True, exist_ok=True)
 
         def write(partial: Path) -> None:
-            self.model.save_pretrained(str(partial), create_model_card=False)
+            with quiet():
+                self.model.save_pretrained(str(partial), create_model_card=False)
             self._save_optimizer_and_scheduler(str(partial))
             self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
             save_loss(self.loss, partial)
@@ -155,6 +157,11 @@ def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+
+@torch.no_grad()
+def exponents_of(loss: RoleRankingLoss) -> Exponents:
+    return Exponents(*(float(g) for g in loss.loss.similarity.exponents))
 
 
 class Run(TrainerCallback):
@@ -276,9 +283,10 @@ class Run(TrainerCallback):
         self.numbers = {f"loss_{d.value}": float(value) for d, value in output.by_direction.items()}
         self.numbers |= {f"norm_{side}_mean": float(magnitude(rows).mean()) for side, rows in sides.items()}
 
+    @torch.no_grad()
     def _write_line(self) -> str:
         similarity = self.loss.loss.similarity
-        gamma_q, gamma_d = (float(g) for g in similarity.exponents)
+        gamma_q, gamma_d = exponents_of(self.loss)
         elapsed = time.perf_counter() - self.line_since
         line: dict[str, Any] = {"epoch": (self.step - 1) // self.per_epoch, "loss": float(self.trainer.step_loss)}
         line |= self.numbers
@@ -330,8 +338,7 @@ class Run(TrainerCallback):
                     document = self.model.encode(
                         self.held_out.documents, "document", self.settings.encode_batch_size, False
                     )
-                    native = Exponents(*map(float, self.loss.loss.similarity.exponents))
-                    found = quick_numbers(self.held_out, query, document, native)
+                    found = quick_numbers(self.held_out, query, document, exponents_of(self.loss))
                     line: dict[str, Any] = {"epoch": (self.step - 1) // self.per_epoch, **found}
                     by = {s: f"{found[f'val_q2d_{WATCHED}_{s}']:.3f}" for s in ("native", "cosine")}
                     self.log.say(
