@@ -1,19 +1,16 @@
 """A sentence-transformers model as raw vectors: Normalize modules taken off, weights in float32, no code of others run.
 
-``--model`` names a sentence-transformers folder or hub name, or a plain transformers folder with ``--pooling``. What
-mmclip trained carries ``mmclip.json`` beside ``modules.json``, which says how its vectors are to be scored.
+``--model`` names a sentence-transformers folder or hub name, a run of train_text.py, or a plain transformers folder or
+hub name with ``--pooling``. What mmclip trained carries ``mmclip.json`` beside ``modules.json``, which says how its
+vectors are to be scored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import shutil
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,17 @@ import torch
 from torch import Tensor
 
 from mmclip.errors import UsageError, one_line
-from mmclip.files import write_text_atomically
+from mmclip.files import write_atomically
+from mmclip.model_names import check_facts, read_json
+from mmclip.text_weights import cached, find_file, hub_answers, quiet, random_weights, redraw
 
 FACTS_FILE = "mmclip.json"
 ROLES = ("query", "document")
 POOLINGS = ("mean", "cls", "lasttoken")
 COSINE_LIKE = ("cosine", "dnorm")  # they rank documents by angle alone
+PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}  # encode_document's order
+NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30
+SHOWN = 3  # examples that a message names
 
 
 @dataclass
@@ -39,6 +41,8 @@ class TextModel:
     facts         mmclip.json's content, {} for any other model
     lengths       role -> tokens that a text is cut to; None: the model's own limit
     prompts       role -> what is put before every text
+    precision     of encoding: "fp32", or autocast to bfloat16 ("amp_bf16"); vectors are float32 in any case
+    notes         what a person should know: weights that were not there, a Normalize module that could not be taken off
     """
 
     encoder: Any
@@ -47,6 +51,8 @@ class TextModel:
     facts: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, int | None] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
+    precision: str = "fp32"
+    notes: list[str] = field(default_factory=list)
 
     @property
     def dim(self) -> int:
@@ -55,40 +61,51 @@ class TextModel:
     def length_of(self, role: str) -> int | None:
         """Tokens that a text of a role is cut to; None: no limit is known."""
         asked, own = self.lengths.get(role), self.encoder.max_seq_length
+        own = None if own is None or own > NO_LIMIT else own
         return own if asked is None else asked if own is None else min(asked, own)
 
     def tokens(self, texts: Sequence[str], role: str) -> dict[str, Any]:
         """What the encoder takes of texts in a role, cut and prompted as ``encode`` does it."""
         with self._cut(role):
-            found: dict[str, Any] = self.encoder.preprocess(list(texts), prompt=self.prompts.get(role, ""))
+            found: dict[str, Any] = self.encoder.preprocess(list(texts), prompt=self.prompts.get(role, ""), task=role)
         return found
 
     @contextlib.contextmanager
     def _cut(self, role: str) -> Iterator[None]:
         """Inside, texts are cut to a role's length."""
-        own = self.encoder.max_seq_length
-        self.encoder.max_seq_length = self.length_of(role)
+        own, length = self.encoder.max_seq_length, self.length_of(role)
         try:
+            if length is not None and length != own:
+                self.encoder.max_seq_length = length
             yield
         finally:
-            self.encoder.max_seq_length = own
+            if self.encoder.max_seq_length != own:
+                self.encoder.max_seq_length = own
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], role: str, batch_size: int = 64, progress: bool = True) -> Tensor:
         """Raw vectors of texts in the role "query" or "document": [N, D], float32, on the CPU.
 
+        A text that the tokenizer makes no token of has no direction: its vector is 0, and scores 0 with everything.
         Errors: UsageError where a vector is not finite, naming the first text.
         """
-        with self._cut(role):
-            rows = self.encoder.encode(
-                list(texts),
-                prompt=self.prompts.get(role, ""),
+        prompt = self.prompts.get(role, "")
+        void = set() if prompt.strip() else self._without_tokens(texts)
+        some = [i for i, text in enumerate(texts) if text not in void]
+        device = self.encoder.device.type
+        with self._cut(role), torch.autocast(device, dtype=torch.bfloat16, enabled=self.precision != "fp32"):
+            found = self.encoder.encode(
+                [texts[i] for i in some],
+                prompt=prompt,
                 batch_size=batch_size,
                 show_progress_bar=progress and sys.stderr.isatty(),
                 convert_to_tensor=True,
                 normalize_embeddings=False,
+                task=role,
             )
-        rows = rows.float().cpu() if len(texts) else torch.zeros(0, self.dim)
+        rows = torch.zeros(len(texts), found.shape[1] if some else self.dim)
+        if some:
+            rows[some] = found.float().cpu()
         bad = torch.nonzero(~rows.isfinite().all(dim=1)).flatten()
         if len(bad):
             raise UsageError(
@@ -96,6 +113,14 @@ class TextModel:
                 f"{role} {int(bad[0])}: {one_line(texts[int(bad[0])], 60)}"
             )
         return rows
+
+    def _without_tokens(self, texts: Sequence[str]) -> set[str]:
+        """Which blank texts the tokenizer makes nothing of; where it marks beginnings or ends there is none."""
+        blank = sorted({text for text in texts if not text.strip()})
+        if not blank:
+            return set()
+        mask = self.encoder.preprocess(["a", *blank]).get("attention_mask")
+        return set() if mask is None else {t for t, some in zip(blank, mask[1:].any(dim=1), strict=True) if not some}
 
 
 def load_text_model(
@@ -109,72 +134,104 @@ def load_text_model(
     document_length: int | None = None,
     query_prompt: str | None = None,
     document_prompt: str | None = None,
+    precision: str = "fp32",
     seed: int = 0,
 ) -> TextModel:
     """A model by folder or hub name, ready to encode raw vectors.
 
-    pooling: of a plain transformers folder, which has none of its own. random_init: architecture and tokenizer are the
+    pooling: of a plain transformers model, which has none of its own. random_init: architecture and tokenizer are the
     folder's, weights are drawn from ``seed``. keep_normalize leaves Normalize modules where they are. lengths and
     prompts: by role; None: the model's own. Errors: UsageError, one line.
     """
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    with quiet(), tempfile.TemporaryDirectory() as scratch:
+    source = resolve_model(name)
+    if random_init and not Path(source).is_dir():
+        raise UsageError(f"--model {one_line(name)}: --random-init needs a folder, with a config and a tokenizer in it")
+    facts = read_text_facts(source)
+    with quiet() as missing, tempfile.TemporaryDirectory() as scratch:
         try:
-            source = name
             if random_init:
-                source = _without_weights(name, Path(scratch), seed)
+                source = random_weights(source, Path(scratch), seed)
             if is_plain(source):
                 if pooling is None:
                     raise UsageError(
                         f"--model {one_line(name)}: no pooling: a plain transformers model needs --pooling, one of "
                         f"{', '.join(POOLINGS)}"
                     )
-                trunk = Transformer(source, model_kwargs={"dtype": torch.float32})
-                width = trunk.get_embedding_dimension()
-                encoder = SentenceTransformer(modules=[trunk, Pooling(width, pooling)], device=str(device))
+                own = {"trust_remote_code": False}  # left out, transformers would ask at the terminal
+                trunk = Transformer(
+                    source, model_kwargs={"dtype": torch.float32, **own}, processor_kwargs=own, config_kwargs=own
+                )
+                modules = [trunk, Pooling(trunk.get_embedding_dimension(), pooling)]
+                encoder = SentenceTransformer(modules=modules, device=str(device))
             else:
                 encoder = SentenceTransformer(
-                    source, device=str(device), trust_remote_code=False, model_kwargs={"dtype": torch.float32}
+                    source,
+                    device=str(device),
+                    trust_remote_code=False,
+                    model_kwargs={"dtype": torch.float32},
                 )
         except UsageError:
             raise
         except Exception as error:  # a folder may hold anything, a hub may be away
             raise UsageError(f"--model {one_line(name)}: cannot be loaded: {one_line(error, 240)}") from None
+    if random_init:
+        redraw(encoder, seed)
     encoder.float().eval()
-    removed = [] if keep_normalize else _remove_normalize(encoder, Normalize)
+    removed, notes = ([], []) if keep_normalize else _take_off_normalize(encoder)
+    if missing and not random_init:
+        told = ", ".join(one_line(n, 60) for n in missing[:SHOWN]) + ", …" * (len(missing) > SHOWN)
+        notes.append(f"weights that its files lack were drawn at random ({len(missing)}: {told})")
     prompts = {"query": query_prompt, "document": document_prompt}
     model = TextModel(
         encoder,
         name,
         removed,
-        read_text_facts(name),
+        facts,
         {"query": query_length, "document": document_length},
-        {role: asked if asked is not None else str(encoder.prompts.get(role) or "") for role, asked in prompts.items()},
+        {role: _own_prompt(encoder, role) if asked is None else asked for role, asked in prompts.items()},
+        precision,
+        notes,
     )
     _try_out(model)
     return model
 
 
+def resolve_model(name: str) -> str:
+    """A name as it is loaded: of a run of train_text.py its folder ``model``, with ~ written out; a hub name as it is,
+    or its folder in the hub's cache where the hub does not answer. Errors: UsageError where nothing is found."""
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    if not (path / "modules.json").is_file() and (path / "model" / "modules.json").is_file():
+        path = path / "model"
+    if path.is_dir():
+        return str(path)
+    if not path.exists() and name.count("/") <= 1 and hub_answers(name):
+        return name
+    if (found := None if path.exists() else cached(name)) is None:
+        raise UsageError(
+            f"--model {one_line(name)}: no such folder, and no model of this name in the hub's cache; the hub does not "
+            "answer"
+        )
+    return str(found)
+
+
 def is_plain(name: str) -> bool:
-    """A transformers folder without sentence-transformers' list of modules."""
-    folder = Path(name)
-    return folder.is_dir() and not (folder / "modules.json").is_file()
+    """A transformers model without sentence-transformers' list of modules; False where nothing is found."""
+    source = resolve_model(name)
+    return find_file(source, "modules.json") is None and (
+        Path(source).is_dir() or find_file(source, "config.json") is not None
+    )
 
 
 def read_text_facts(name: str) -> dict[str, Any]:
-    """mmclip.json of a model's folder; {} where there is none. Errors: UsageError for one that is no object."""
-    path = Path(name) / FACTS_FILE
-    if not path.is_file():
-        return {}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        facts = None
-    if not isinstance(facts, dict):
-        raise UsageError(f"{one_line(path)}: not a JSON object")
-    return facts
+    """mmclip.json of a model; {} where there is none.
+
+    Errors: UsageError for one that is no object, or holds a value that others compute with and that is no such number.
+    """
+    path = find_file(resolve_model(name), FACTS_FILE)
+    return {} if path is None else check_facts(read_json(path), one_line(path))
 
 
 def save_text_model(model: TextModel, folder: Path, facts: dict[str, Any]) -> None:
@@ -182,70 +239,52 @@ def save_text_model(model: TextModel, folder: Path, facts: dict[str, Any]) -> No
 
     ``similarity_fn_name`` says how to rank with it where one of theirs does: cosine for cosine and dnorm, dot for dot
     and qnorm; a learned gamma_d between 0 and 1 has none there, and the nearer one is named (mmclip.json has it all).
+    The prompts are those that ``model`` encodes with.
     """
-    gamma_d = float(facts["gamma_d"])
-    model.encoder.similarity_fn_name = "cosine" if gamma_d > 0.5 else "dot"
-    with quiet():
-        model.encoder.save_pretrained(str(folder), create_model_card=False)
-    write_text_atomically(folder / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
+    model.encoder.similarity_fn_name = "cosine" if float(facts["gamma_d"]) > 0.5 else "dot"
+    model.encoder.prompts.update(model.prompts)
+
+    def write(partial: Path) -> None:
+        with quiet():
+            model.encoder.save_pretrained(str(partial), create_model_card=False)
+        (partial / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    write_atomically(folder, write)
 
 
-def _remove_normalize(encoder: Any, normalize: type) -> list[str]:
-    """Take the Normalize modules off the end of a pipeline."""
+def _take_off_normalize(encoder: Any) -> tuple[list[str], list[str]]:
+    """(Normalize modules taken off the end of a pipeline, a note on those that something else follows)."""
+    from sentence_transformers.sentence_transformer.modules import Normalize
+
+    def hides_length(module: Any) -> bool:
+        return isinstance(module, Normalize) and module.module_output_name == "sentence_embedding"
+
     removed = []
-    while len(encoder) and isinstance(encoder[len(encoder) - 1], normalize):
+    while len(encoder) > 1 and hides_length(encoder[-1]):
         last = list(encoder._modules)[-1]
         removed.append(type(encoder._modules[last]).__name__)
         del encoder._modules[last]
-    return removed
+    inside = [i for i, module in enumerate(encoder) if hides_length(module)]
+    return removed, [
+        f"a Normalize module was left where it is, before {type(encoder[i + 1]).__name__}: what follows sees no length "
+        "of the vectors before it"
+        for i in inside
+    ]
 
 
-def _without_weights(name: str, scratch: Path, seed: int) -> str:
-    """A folder with the files of ``name`` and random weights in float32."""
-    from transformers import AutoConfig, AutoModel
-
-    root = Path(name)
-    if not root.is_dir():
-        raise UsageError(f"--model {one_line(name)}: --random-init needs a folder, with a config and a tokenizer in it")
-    target = scratch / "model"
-    weights = shutil.ignore_patterns("*.safetensors", "*.bin", "*.pt", "*.h5", "*.onnx", "onnx", "openvino")
-    shutil.copytree(root, target, ignore=weights)
-    trunk = target / "0_Transformer" if (target / "0_Transformer" / "config.json").is_file() else target
-    config = AutoConfig.from_pretrained(str(trunk), trust_remote_code=False)
-    config.dtype = "float32"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        AutoModel.from_config(config, trust_remote_code=False).save_pretrained(str(trunk))
-    return str(target)
+def _own_prompt(encoder: Any, role: str) -> str:
+    """What encode_query and encode_document of sentence-transformers put before a text."""
+    return str(next((encoder.prompts[n] for n in PROMPT_NAMES[role] if n in encoder.prompts), "") or "")
 
 
-@torch.inference_mode()
 def _try_out(model: TextModel) -> None:
-    """One text through the model: its parts may not fit together, or may give no vector. Errors: UsageError."""
-    try:
-        found = model.encoder.encode(["a"], convert_to_tensor=True, show_progress_bar=False)
-    except Exception as error:  # any of its parts may be what does not fit
-        known = isinstance(error, KeyError) and "sentence_embedding" in str(error)
-        why = "no pooling among its modules, so no vector of a text" if known else one_line(error, 240)
-        raise UsageError(f"--model {one_line(model.name)}: cannot be run: {why}") from None
-    if found.ndim != 2 or not found.isfinite().all():
-        raise UsageError(f"--model {one_line(model.name)}: its vectors are not finite, or of shape {list(found.shape)}")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """transformers and sentence-transformers log every step of loading, and draw bars for it."""
-    from transformers.utils import logging as hf_logging
-
-    before = logging.root.manager.disable
-    bars = hf_logging.is_progress_bar_enabled()
-    logging.disable(logging.WARNING)
-    hf_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-        if bars:
-            hf_logging.enable_progress_bar()
+    """A text of each role through the model: its parts may not fit together, or give no vector. Errors: UsageError."""
+    for role in ROLES:
+        try:
+            model.encode(["a"], role, progress=False)
+        except UsageError:
+            raise
+        except Exception as error:  # any of its parts may be what does not fit
+            known = isinstance(error, KeyError) and "sentence_embedding" in str(error)
+            why = "no pooling among its modules, so no vector of a text" if known else one_line(error, 240)
+            raise UsageError(f"--model {one_line(model.name)}: cannot be run: {why}") from None

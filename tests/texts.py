@@ -121,6 +121,10 @@ def _save(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = kind(config)
+        torch.nn.init.normal_(network.get_input_embeddings().weight, std=0.2)  # padding's row, too, is no text's end
+        for name, weight in network.named_parameters():
+            if weight.ndim == 1 and name.endswith("weight"):  # of its norms: all ones would make all lengths equal
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
     plain = folder if pooling is None else folder / "plain"
     network.save_pretrained(str(plain))
     tokenizer.save_pretrained(str(plain))
