@@ -36,10 +36,10 @@ class Advice(NamedTuple):
 
 
 CLIP_ADVICE = Advice(
-    stuck="check that captions belong to their pictures, then try another --lr (ten times less when fine-tuning, up to "
-    "1e-3 from random weights), a longer --warmup, or a larger batch",
-    collapse="Lower --lr, raise --proj-wd, start from a cosine-trained checkpoint (--pretrained), or let --norm learned "
-    "choose the share of length",
+    stuck="check that captions belong to their pictures, then try another --lr (ten times less when fine-tuning, up "
+    "to 1e-3 from random weights), a longer --warmup, or a larger batch",
+    collapse="Lower --lr, raise --proj-wd, start from a cosine-trained checkpoint (--pretrained), or let --norm "
+    "learned choose the share of length",
 )
 TEXT_ADVICE = Advice(
     stuck="check that documents belong to their queries, then try another --lr, a longer --warmup, or a larger batch",
@@ -51,9 +51,9 @@ class Alarms:
     """The rules with what they remember.
 
     batch: candidates that a query of a step has; weights: of the directions by name ("i2t", "t2i"); gamma_init: of both
-    roles, or (query's, document's). queries: of the validation data by direction ({} where there are none), metric: what
-    it measures, a rate from 0 to 1; watched: the directions whose angles may not collapse [the trained ones]. raised:
-    names of alarms that are told already.
+    roles, or (query's, document's). queries: how many the validation data have, by direction ({}: no such data);
+    metric: what validation measures, a rate from 0 to 1; watched: the directions whose angles may not collapse [the
+    trained ones]. raised: names of alarms that are told already.
     """
 
     def __init__(

@@ -123,8 +123,8 @@ class TextTrainSettings(TextModelSettings):
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
             (("lr", "logit_scale_init", "logit_scale_max"), "a number above 0", lambda v: v > 0),
-            (("gamma_lr", "wd", "warmup", "focal", "norm_drift", "watch_queries", "grad_clip_norm"), "a number of at least 0",
-             lambda v: v >= 0),
+            (("gamma_lr", "wd", "warmup", "focal", "norm_drift", "watch_queries", "grad_clip_norm"),
+             "a number of at least 0", lambda v: v >= 0),
             (("q2d_weight",), "a number from 0 to 1", lambda v: 0 <= v <= 1),
             (("gamma_init",), "a number between 0 and 1, both excluded", lambda v: 0 < v < 1),
             (("train_fraction",), "a number above 0 and at most 1", lambda v: 0 < v <= 1),

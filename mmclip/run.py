@@ -15,7 +15,7 @@ from mmclip.build import build_model
 from mmclip.config import TrainSettings
 from mmclip.datasets import open_training
 from mmclip.embeddings import Runner
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import one_line
 from mmclip.eval_source import EvalSource
 from mmclip.files import lock_folder, remove_partials, require_run_folder, write_text_atomically
 from mmclip.finish import finish

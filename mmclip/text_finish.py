@@ -20,7 +20,7 @@ from torch import Tensor
 from mmclip import facts
 from mmclip.config_text_train import TextTrainSettings
 from mmclip.errors import one_line
-from mmclip.files import write_atomically, write_text_atomically
+from mmclip.files import write_text_atomically
 from mmclip.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.results import START_FILE, json_text, save_results
 from mmclip.similarity import TINY, Direction, mean_length_factors
@@ -113,7 +113,9 @@ def measure_start(run: Run, pairs: TrainingPairs, collection: TextCollection | N
     content: Json = {}
     if collection is not None:
         query, document = evaluations.vectors_of(collection)
-        trained = text_facts(loss, settings) | {"logit_scale_q2d": alpha}
+        trained = text_facts(loss, settings)
+        if Direction.Q2D in loss.loss.trained:
+            trained["logit_scale_q2d"] = alpha
         known = about(settings, run, pairs, 0) | {"trained_with": trained}
         content = evaluate_text(
             collection, query, document, native, known, alpha=alpha, fisher=True, seed=settings.seed
@@ -180,12 +182,12 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
     said = {
         **trained,
         **known,
-        "scoring": how_to_score(settings.norm, native.gamma_d),
+        "scoring": how_to_score(settings.norm, trained["gamma_d"]),
         "data": {"path": settings.train_data, "split": settings.train_split, "n_pairs": len(pairs)},
     }
     run.trainer.accelerator.unwrap_model(run.trainer.model_wrapped, keep_fp32_wrapper=False)  # autocast ends here
     run.model.encoder.eval()
-    write_atomically(run.folder / MODEL_FOLDER, lambda partial: save_text_model(run.model, partial, said))
+    save_text_model(run.model, run.folder / MODEL_FOLDER, said)
     print(f"model: {one_line(run.folder / MODEL_FOLDER)} ({said['scoring']})", file=sys.stderr, flush=True)
     if not val:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate_text.py", file=sys.stderr)

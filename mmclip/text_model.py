@@ -7,10 +7,11 @@ vectors are to be scored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

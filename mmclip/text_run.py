@@ -21,8 +21,9 @@ from mmclip.text_data import TextCollection, open_beir, require_beir
 from mmclip.text_finish import MODEL_FOLDER, Evaluations, finish, measure_start
 from mmclip.text_loss import CachedRoleRankingLoss, RoleRankingLoss, text_weights
 from mmclip.text_model import FACTS_FILE, TextModel, load_text_model
-from mmclip.text_pairs import TrainingPairs, hold_out, open_pairs
-from mmclip.text_training import KEPT, Run, TextTrainer, checkpoints
+from mmclip.text_pairs import TrainingPairs, hold_out
+from mmclip.text_trainer import KEPT, TextTrainer, checkpoints
+from mmclip.text_training import Run
 
 CONFIG_FILE = "config.yaml"
 # Settings that may differ between a run and its continuation: they change what is written or how fast, not the weights.
@@ -72,11 +73,13 @@ def _train(settings: TextTrainSettings, device: torch.device) -> Path:
                 print(f"{one_line(folder)}: this run is finished", file=sys.stderr)
             return folder
     data = open_data(settings, ranks)
+    amp = device.type == "cuda" if settings.precision == "auto" else settings.precision != "fp32"
     model = load_text_model(
         str(settings.model), device, pooling=settings.pooling, random_init=settings.random_init,
         keep_normalize=settings.keep_normalize, query_length=settings.query_length,
         document_length=settings.document_length, query_prompt=settings.query_prompt,
         document_prompt=settings.document_prompt, seed=settings.seed,
+        precision="amp_bf16" if amp else "fp32",
     )  # fmt: skip
     lock = None
 
@@ -94,12 +97,11 @@ def _train(settings: TextTrainSettings, device: torch.device) -> Path:
     distributed.on_rank_0(prepare)
     there = checkpoints(folder / "checkpoints") if settings.resume else []
     loss = build_loss(settings, model, data.pairs, ranks).to(device)
-    run = Run(
-        settings, folder, model,
-        TextTrainer(settings, model, loss, data.pairs.dataset(), folder / "checkpoints",
-                    steps_in_all(settings, len(data.pairs), ranks), device, amp=_amp(settings, device)),
-        data.held_out, steps_per_epoch(settings, len(data.pairs), ranks), there[-1] if there else None,
-    )  # fmt: skip
+    per_epoch = len(data.pairs) // settings.batch_size // ranks
+    total = min(settings.epochs * per_epoch, settings.max_steps or settings.epochs * per_epoch)
+    trainer = TextTrainer(settings, model, loss, data.pairs.dataset(), folder / "checkpoints", total, device, amp)
+    run = Run(settings, folder, model, trainer, data.held_out, per_epoch, there[-1] if there else None,
+              data.pairs.n_negatives)  # fmt: skip
     if rank == 0:
         write_text_atomically(folder / CONFIG_FILE, yaml.safe_dump(settings.to_dict(), sort_keys=False))
         _introduce(settings, run, data)
@@ -144,13 +146,7 @@ def open_data(settings: TextTrainSettings, ranks: int) -> TextRunData:
     names = [evaluation_name(root, split) for root, split in places]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise UsageError(f"--val-data: {one_line(twice)} is named twice; each needs a folder name of its own")
-    held_out = None
-    if settings.watch_queries:
-        pairs, held_out = hold_out(
-            str(settings.train_data), settings.train_split, settings.watch_queries, settings.seed
-        )
-    else:
-        pairs = open_pairs(str(settings.train_data), settings.train_split)
+    pairs, held_out = hold_out(str(settings.train_data), settings.train_split, settings.watch_queries, settings.seed)
     if settings.train_fraction < 1:
         pairs = pairs.take_fraction(settings.train_fraction, settings.seed)
     if len(pairs) < settings.batch_size * ranks:
@@ -175,15 +171,6 @@ def evaluation_name(root: Path | str, split: str) -> str:
     return f"{Path(root).resolve().name}-{split}"
 
 
-def steps_per_epoch(settings: TextTrainSettings, pairs: int, ranks: int) -> int:
-    return pairs // settings.batch_size // ranks
-
-
-def steps_in_all(settings: TextTrainSettings, pairs: int, ranks: int) -> int:
-    whole = settings.epochs * steps_per_epoch(settings, pairs, ranks)
-    return whole if settings.max_steps is None else min(whole, settings.max_steps)
-
-
 def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
     how: dict[str, Any] = {
         "weights": text_weights(settings.loss, settings.q2d_weight),
@@ -195,7 +182,7 @@ def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPai
         "gamma_init": settings.gamma_init,
         "focal": settings.focal,
         "norm_drift": settings.norm_drift,
-        "relevant": pairs.relevant,
+        "relevant": torch.from_numpy(pairs.relevant),
         "gather_across_devices": ranks > 1,
     }
     if settings.mini_batch_size is None:
@@ -203,16 +190,12 @@ def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPai
     return CachedRoleRankingLoss(model.encoder, **how, mini_batch_size=settings.mini_batch_size)
 
 
-def _amp(settings: TextTrainSettings, device: torch.device) -> bool:
-    return device.type == "cuda" if settings.precision == "auto" else settings.precision != "fp32"
-
-
 def _introduce(settings: TextTrainSettings, run: Run, data: TextRunData) -> None:
     """What is about to happen, before the first step."""
     model, said = run.model, [f"{settings.loss} loss, {settings.norm} normalization -> {one_line(run.folder)}"]
     watched = f"{len(data.held_out.queries)} queries held out and watched" if data.held_out else "no queries watched"
     said.append(f"{len(data.pairs):,} training pairs of {one_line(settings.train_data)}; {watched}")
-    said += [one_line(note) for note in getattr(data.pairs, "notes", [])]
+    said += [one_line(note) for note in [*data.pairs.notes, *model.notes]]
     said += [f"{one_line(c.path)} [{one_line(c.split)}]: {one_line(note)}" for c in data.val for note in c.notes]
     if model.removed:
         rows = model.encode(data.pairs.dataset()[:64]["positive"], "document", settings.encode_batch_size, False)

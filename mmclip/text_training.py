@@ -1,5 +1,4 @@
-"""sentence-transformers' trainer as a run of mmclip: whole checkpoints, batches that follow from (seed, epoch), one line
-a step. No mathematics lives here: the loss is :class:`mmclip.text_loss.RoleRankingLoss`.
+"""What happens between the steps of a text run: lines, alarms, checkpoints, a look at the held-out queries, signals.
 
 A checkpoint is complete or not there: it gets its name last. Every random draw follows from (seed, rank, step) or
 (seed, epoch), so a run goes on from one as if it had never stopped, without stored random states. What the rules of
@@ -9,154 +8,32 @@ the alarms remember is read back from metrics.jsonl.
 from __future__ import annotations
 
 import json
-import math
-import re
-import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import TrainerCallback, TrainerState
 
 from mmclip import distributed
 from mmclip.alarms import TEXT_ADVICE, Alarm, Alarms
 from mmclip.config_text_train import TextTrainSettings
-from mmclip.errors import UsageError, one_line
-from mmclip.files import write_atomically
+from mmclip.errors import UsageError
 from mmclip.interrupts import Cut, Interrupts
 from mmclip.runlog import METRICS, RunLog
 from mmclip.similarity import Direction, Exponents, magnitude
 from mmclip.text_data import TextCollection
 from mmclip.text_evaluation import quick_numbers
-from mmclip.text_loss import RoleRankingLoss, load_loss, save_loss
-from mmclip.text_model import TextModel, quiet
+from mmclip.text_loss import RoleRankingLoss
+from mmclip.text_model import TextModel
+from mmclip.text_trainer import PROGRESS_FILE, TextTrainer
 
 ALARM = 1000  # why a run stops, where it is no signal's number: an alarm under --strict
-KEPT = 2  # checkpoints
-PROGRESS_FILE = "mmclip_run.json"  # in a checkpoint: its step, the seconds trained, the number of processes
 WATCHED = "ndcg@10"
-
-
-class RoleCollator:
-    """Rows of (query, positive, negative_1…, label) -> tokens by column, cut and prompted by role as ``model.encode``
-    does it."""
-
-    valid_label_columns = ("label",)  # the trainer asks for them
-
-    def __init__(self, model: TextModel) -> None:
-        self.model = model
-
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = {"label": torch.tensor([row["label"] for row in rows])}
-        for column in (name for name in rows[0] if name != "label"):
-            role = "query" if column == "query" else "document"
-            tokens = self.model.tokens([row[column] for row in rows], role)
-            batch |= {f"{column}_{name}": value for name, value in tokens.items()}
-        return batch
-
-
-class EpochBatches(DefaultBatchSampler):
-    """All pairs in an order of (seed, epoch), without a last batch that is not full."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.sampler)).tolist()
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
-            yield order[start : start + self.batch_size]
-
-    def __len__(self) -> int:
-        return len(self.sampler) // self.batch_size
-
-
-class TextTrainer(SentenceTransformerTrainer):
-    """The trainer; what it says and keeps is the run's own affair (``Run``)."""
-
-    def __init__(self, settings: TextTrainSettings, model: TextModel, loss: RoleRankingLoss, dataset: Any,
-                 folder: Path, total_steps: int, device: torch.device, amp: bool) -> None:  # fmt: skip
-        arguments = SentenceTransformerTrainingArguments(
-            output_dir=str(folder),
-            max_steps=total_steps,
-            per_device_train_batch_size=settings.batch_size,
-            dataloader_drop_last=True,
-            learning_rate=settings.lr,
-            learning_rate_mapping={"gamma_hat": settings.gamma_lr} if settings.norm == "learned" else {},
-            weight_decay=settings.wd,
-            warmup_steps=settings.warmup,
-            max_grad_norm=settings.grad_clip_norm,
-            bf16=amp,
-            seed=settings.seed,
-            use_cpu=device.type == "cpu",
-            dataloader_pin_memory=device.type == "cuda",
-            logging_strategy="no",
-            save_strategy="no",  # Run saves
-            report_to="none",
-            disable_tqdm=True,
-            log_level="error",
-            log_level_replica="error",
-            push_to_hub=False,
-        )
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # several devices are torchrun's, a process each: no DataParallel
-        super().__init__(model=model.encoder, args=arguments, train_dataset=dataset, loss=loss,
-                         data_collator=RoleCollator(model))  # fmt: skip
-        self.remove_callback(PrinterCallback)
-        if settings.grad_checkpointing:
-            model.encoder.gradient_checkpointing_enable()  # the trainer's own switch has a name that is going away
-        self.step_loss = torch.tensor(math.nan)
-
-    def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
-        """No model card: it would look the base model up on the hub."""
-
-    def get_batch_sampler(self, dataset: Any, batch_size: int, drop_last: bool, *_: Any, **__: Any) -> EpochBatches:
-        self.batches = EpochBatches(dataset, batch_size, drop_last, seed=self.args.seed)
-        return self.batches
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Errors: UsageError for a loss that is not finite, before anything is changed by it."""
-        found = super().compute_loss(*args, **kwargs)
-        self.step_loss = found.detach()
-        if not bool(self.step_loss.isfinite()):
-            raise UsageError(
-                f"step {self.state.global_step + 1}: the loss is not finite; the last checkpoint stays. Try a lower "
-                "--lr, or --logit-scale-init with --norm dot"
-            )
-        return found
-
-    def save_checkpoint(self, progress: dict[str, Any]) -> Path:
-        """checkpoint-STEP, whole or not at all; all but the newest are dropped. Rank 0 only."""
-        root = Path(self.args.output_dir)
-        root.mkdir(parents=True, exist_ok=True)
-
-        def write(partial: Path) -> None:
-            with quiet():
-                self.model.save_pretrained(str(partial), create_model_card=False)
-            self._save_optimizer_and_scheduler(str(partial))
-            self.state.save_to_json(str(partial / TRAINER_STATE_NAME))
-            save_loss(self.loss, partial)
-            (partial / PROGRESS_FILE).write_text(json.dumps(progress), encoding="utf-8")
-
-        path = root / f"checkpoint-{self.state.global_step}"
-        write_atomically(path, write, "free some space and continue with --resume latest")
-        for old in checkpoints(root)[:-KEPT]:
-            shutil.rmtree(old)
-        return path
-
-    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
-        with quiet():
-            super()._load_from_checkpoint(checkpoint_path)
-        load_loss(self.loss, checkpoint_path)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 @torch.no_grad()
@@ -176,10 +53,13 @@ class Run(TrainerCallback):
         held_out: TextCollection | None,
         steps_per_epoch: int,
         checkpoint: Path | None,
+        negatives: int = 0,
     ) -> None:
+        """negatives: hard ones of a pair."""
         self.settings, self.folder, self.model, self.trainer = settings, folder, model, trainer
         self.held_out, self.per_epoch, self.checkpoint = held_out, steps_per_epoch, checkpoint
-        self.loss: RoleRankingLoss = trainer.loss
+        self.negatives = negatives
+        self.loss = trainer.role_loss
         self.rank, self.ranks = distributed.world()
         self.total = trainer.args.max_steps
         progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")) if checkpoint else {}
@@ -211,7 +91,9 @@ class Run(TrainerCallback):
                     self.trainer._load_from_checkpoint(start)
                 self._catch_up()
                 if not self.why and self.step < self.total:
-                    self.trainer.train(resume_from_checkpoint=start)
+                    with warnings.catch_warnings():  # accelerate's call of DistributedDataParallel
+                        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                        self.trainer.train(resume_from_checkpoint=start)
         finally:
             self.log.close()
         if self.why == ALARM:
@@ -231,9 +113,9 @@ class Run(TrainerCallback):
         seeds = np.random.SeedSequence((self.settings.seed, self.rank, state.global_step))
         torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **_: Any) -> None:
         self.loss.clamp_scale()
-        self.rate = self.trainer.optimizer.param_groups[0]["lr"]
+        self.rate = optimizer.param_groups[0]["lr"]
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.step = state.global_step
@@ -259,11 +141,10 @@ class Run(TrainerCallback):
 
     def _alarms(self) -> Alarms:
         settings = self.settings
-        negatives = len(self.trainer.train_dataset.column_names) - 3
         weights = {d.value: w for d, w in self.loss.loss.weights.items()}
         return Alarms(
             # d2q has no candidates but the batch's own
-            batch=settings.batch_size * self.ranks * (1 + negatives) ** weights.get(Direction.Q2D.value, 0.0),
+            batch=settings.batch_size * self.ranks * (1 + self.negatives) ** weights.get(Direction.Q2D.value, 0.0),
             weights=weights,
             learned=settings.norm == "learned" and settings.gamma_lr > 0,
             gamma_init=settings.gamma_init,
