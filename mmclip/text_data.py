@@ -61,8 +61,11 @@ class TextCollection:
     def fingerprint(self) -> str:
         """16 hex digits of ids, texts and judgments: equal when runs can be paired."""
         digest = hashlib.sha256()
-        content = [self.query_ids, self.queries, self.document_ids, self.documents, sorted(self.excluded.items())]
-        digest.update(json.dumps(content).encode())
+        for texts in (self.query_ids, self.queries, self.document_ids, self.documents):
+            digest.update(len(texts).to_bytes(8, "little"))
+            for text in texts:
+                digest.update(len(content := text.encode()).to_bytes(8, "little") + content)
+        digest.update(json.dumps(sorted(self.excluded.items())).encode())
         digest.update(self.pairs.astype("<i8").tobytes() + self.gains.astype("<f8").tobytes())
         return digest.hexdigest()[:16]
 
@@ -89,12 +92,15 @@ def open_beir(folder: str | Path, split: str) -> TextCollection:
         pairs=np.array(pairs, dtype=np.int64).reshape(-1, 2),
         gains=np.array(gains, dtype=np.float64),
     )
+    unknown = 0
     for row, name in enumerate(asked):
-        if excluded := _excluded(queries[name], row_of, root / QUERIES, name):
-            collection.excluded[row] = excluded
+        ids = _excluded(queries[name], root / QUERIES, name)
+        unknown += sum(d not in row_of for d in ids)
+        if found := sorted({row_of[d] for d in ids if d in row_of}):
+            collection.excluded[row] = found
     if any("answers" in queries[q] for q in asked):
         collection.answers = [_answers(queries[q], root / QUERIES, q) for q in asked]
-    collection.notes = _notes(collection, unasked)
+    collection.notes = _notes(collection, unasked, unknown)
     return collection
 
 
@@ -120,18 +126,29 @@ def joined(title: str, text: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line) of a text file, without empty lines; numbers count from 1. Errors: UsageError for a file that
-    cannot be read as UTF-8, with the line."""
+    """(number, line) of a text file, without empty lines; numbers count from 1. Lines end in LF or CRLF alone: other
+    breaks belong to texts. Errors: UsageError for a file that cannot be read as UTF-8, with the line."""
     number = 0
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # a text may hold every break but a line's own
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+                if line.strip(" "):
+                    yield number, line
     except UnicodeDecodeError as error:
-        raise UsageError(f"{one_line(path)}: after line {number}: not UTF-8: {error.reason}") from None
+        raise UsageError(f"{one_line(path)}: line {number}: not UTF-8: {error.reason}") from None
     except OSError as error:
         raise UsageError(f"{one_line(path)}: cannot be read: {error.strerror}") from None
+
+
+def check_text(text: str, what: str) -> None:
+    """Errors: UsageError for a text that no tokenizer takes and no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{what} holds half of a surrogate pair, {text[error.start]!a}, which is no character"
+        ) from None
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -156,6 +173,7 @@ def _texts(path: Path, kind: str) -> dict[str, dict[str, Any]]:
         if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
             raise UsageError(f"{where}: a {kind} has an _id, got {one_line(json.dumps(name), 60)}")
         name = str(name)
+        check_text(name, f"{where}: the _id of a {kind}")
         if name in found:
             raise UsageError(f"{where}: {kind} id {one_line(name, 60)!r} is that of line {first[name]}, too")
         for key in ("text", "title"):
@@ -165,6 +183,7 @@ def _texts(path: Path, kind: str) -> dict[str, dict[str, Any]]:
             if not isinstance(value, str):
                 raise UsageError(f"{where}: {key} of {kind} {one_line(name, 60)!r} is a text, got "
                                  f"{one_line(json.dumps(value), 60)}")  # fmt: skip
+            check_text(value, f"{where}: {key} of {kind} {one_line(name, 60)!r}")
         found[name], first[name] = entry, number
     if not found:
         raise UsageError(f"{one_line(path)}: no {kind} in it")
@@ -179,12 +198,12 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
     for number, line in read_lines(path):
         where = f"{one_line(path)}: line {number}"
         cells = line.split("\t")
-        if number == 1 and _is_header(cells):
+        if number == 1 and _is_header(cells, queries):
             continue
         if len(cells) != 3:
             raise UsageError(f"{where}: query id, document id and score with tabs between were expected, got "
                              f"{len(cells)} column{'s' * (len(cells) != 1)}: {one_line(line, 80)}")  # fmt: skip
-        query, document, text = (c.strip() for c in cells)
+        query, document, text = cells
         try:
             score = float(text)
         except ValueError:
@@ -205,7 +224,7 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
                 found[row_of[document]] = score
     for kind, names in unknown.items():
         if names := list(dict.fromkeys(names)):
-            told = ", ".join(one_line(n, 60) for n in names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+            told = ", ".join(repr(one_line(n, 60)) for n in names[:SHOWN]) + ", …" * (len(names) > SHOWN)
             other = QUERIES if kind == "query" else CORPUS
             raise UsageError(f"{one_line(path)}: {len(names)} {kind} id{'s' * (len(names) > 1)} not in {other}: {told}")
     asked = {q: found for q, found in judged.items() if found}
@@ -214,21 +233,21 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
     return asked, len(judged) - len(asked)
 
 
-def _is_header(cells: list[str]) -> bool:
-    """BEIR's first line names its columns: its third cell is no number."""
+def _is_header(cells: list[str], queries: set[str]) -> bool:
+    """BEIR's first line names its columns: its first cell is no query's id, its third no number."""
     try:
         float(cells[-1])
     except ValueError:
-        return len(cells) == 3
+        return len(cells) == 3 and cells[0] not in queries
     return False
 
 
-def _excluded(query: dict[str, Any], row_of: dict[str, int], path: Path, name: str) -> list[int]:
+def _excluded(query: dict[str, Any], path: Path, name: str) -> list[str]:
     """BRIGHT writes ["N/A"] where there is none."""
     ids = query.get("excluded_ids") or []
-    if not isinstance(ids, list):
-        raise UsageError(f"{one_line(path)}: excluded_ids of query {one_line(name, 60)!r} is not a list")
-    return sorted({row_of[str(d)] for d in ids if str(d) in row_of})
+    if not isinstance(ids, list) or not all(isinstance(d, str | int) for d in ids):
+        raise UsageError(f"{one_line(path)}: excluded_ids of query {one_line(name, 60)!r} is not a list of ids")
+    return [] if ids == ["N/A"] else [str(d) for d in ids]
 
 
 def _answers(query: dict[str, Any], path: Path, name: str) -> list[str]:
@@ -238,7 +257,7 @@ def _answers(query: dict[str, Any], path: Path, name: str) -> list[str]:
     return answers
 
 
-def _notes(collection: TextCollection, unasked: int) -> list[str]:
+def _notes(collection: TextCollection, unasked: int, unknown: int) -> list[str]:
     notes = []
     empty = collection.empty
     if len(empty):
@@ -248,4 +267,11 @@ def _notes(collection: TextCollection, unasked: int) -> list[str]:
                      f"indexed, {judged} of them judged relevant")  # fmt: skip
     if unasked:
         notes.append(f"{unasked} judged quer{'y' if unasked == 1 else 'ies'} without a relevant document left out")
+    if blank := sum(not q.strip() for q in collection.queries):
+        notes.append(f"{blank} quer{'y' if blank == 1 else 'ies'} without a word asked like all others")
+    if unknown:
+        notes.append(f"{unknown} excluded id{'s' * (unknown > 1)} not in {CORPUS}")
+    out = sum(d in collection.excluded.get(q, ()) for q, d in collection.pairs.tolist())
+    if out:
+        notes.append(f"{out} judgment{'s' * (out > 1)} of a document that its query excludes: it cannot be found")
     return notes
