@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -49,7 +50,8 @@ def train_text(settings: TextTrainSettings) -> Path:
             "choose one"
         )
     try:
-        return _train(settings, device)
+        with contextlib.ExitStack() as held:  # the folder's lock
+            return _train(settings, device, held)
     finally:
         distributed.stop()
 
@@ -62,7 +64,7 @@ def is_finished(settings: TextTrainSettings, folder: Path) -> bool:
     return (folder / (RESULTS_FILE if settings.val_data else f"{MODEL_FOLDER}/{FACTS_FILE}")).is_file()
 
 
-def _train(settings: TextTrainSettings, device: torch.device) -> Path:
+def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.ExitStack) -> Path:
     folder = Path(settings.logs) / distributed.gather_objects(run_name(settings))[0]
     rank, ranks = distributed.world()
     distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
@@ -81,12 +83,11 @@ def _train(settings: TextTrainSettings, device: torch.device) -> Path:
         document_prompt=settings.document_prompt, seed=settings.seed,
         precision="amp_bf16" if amp else "fp32",
     )  # fmt: skip
-    lock = None
 
     def prepare() -> None:
-        nonlocal lock
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)  # held as long as this function runs
+        if (lock := lock_folder(folder)) is not None:
+            held.enter_context(lock)
         for place in (folder, folder / "checkpoints"):
             remove_partials(place)  # of a process that was killed
         weights = sum(t.numel() * t.element_size() for t in model.encoder.state_dict().values())
