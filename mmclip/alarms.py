@@ -1,13 +1,15 @@
 """What goes wrong in magnitude-aware training, told in plain words with what to try. Rules only: numbers in, words out.
 
 Each alarm is raised once a run. The numbers are those of metrics.jsonl; thresholds are named here and explained where
-they are used. A number that is not finite raises nothing here: the step itself stops the run.
+they are used. A number that is not finite raises nothing here: the step itself stops the run. The rules are the same
+for CLIP and for text; what to try differs by script (``Advice``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import permutations
 from typing import NamedTuple
 
 STUCK_STEPS = 50  # a loss that has not left ln(batch) for this long after the warm-up
@@ -26,26 +28,48 @@ class Alarm(NamedTuple):
     text: str
 
 
+class Advice(NamedTuple):
+    """What to try, in the flags of a script: after a loss that stands still, and after angles that collapsed."""
+
+    stuck: str
+    collapse: str
+
+
+CLIP_ADVICE = Advice(
+    stuck="check that captions belong to their pictures, then try another --lr (ten times less when fine-tuning, up "
+    "to 1e-3 from random weights), a longer --warmup, or a larger batch",
+    collapse="Lower --lr, raise --proj-wd, start from a cosine-trained checkpoint (--pretrained), or let --norm "
+    "learned choose the share of length",
+)
+TEXT_ADVICE = Advice(
+    stuck="check that documents belong to their queries, then try another --lr, a longer --warmup, or a larger batch",
+    collapse="Lower --lr, train --norm qnorm or cosine, or let --norm learned choose the share of length",
+)
+
+
 class Alarms:
     """The rules with what they remember.
 
-    batch: pairs that the loss of a step sees; weights: of the trained directions by name ("i2t", "t2i"); n_images and
-    n_texts: of the validation data (0 where there are none); gamma_init: of both roles, or (query's, document's);
-    raised: names of alarms that are told already.
+    batch: candidates that a query of a step has; weights: of the directions by name ("i2t", "t2i"); gamma_init: of both
+    roles, or (query's, document's). queries: how many the validation data have, by direction ({}: no such data);
+    metric: what validation measures, a rate from 0 to 1; watched: the directions whose angles may not collapse [the
+    trained ones]. raised: names of alarms that are told already.
     """
 
     def __init__(
         self,
         *,
-        batch: int,
+        batch: float,
         weights: Mapping[str, float],
         learned: bool,
         gamma_init: float | tuple[float, float],
         scale_max: float,
         warmup: int,
         total_steps: int,
-        n_images: int = 0,
-        n_texts: int = 0,
+        queries: Mapping[str, int] | None = None,
+        metric: str = "success@1",
+        watched: Iterable[str] | None = None,
+        advice: Advice = CLIP_ADVICE,
         raised: Iterable[str] = (),
     ) -> None:
         self.chance_loss = math.log(max(batch, 2))
@@ -54,8 +78,10 @@ class Alarms:
         both = gamma_init if isinstance(gamma_init, tuple) else (gamma_init, gamma_init)
         self.gamma_init = dict(zip(("q", "d"), both, strict=True))
         self.warmup, self.total_steps = warmup, total_steps
-        self.queries = {"i2t": n_images, "t2i": n_texts}
-        self.chance = 1 / max(n_images, 1)  # of a random candidate being relevant, in both directions
+        self.queries, self.metric, self.advice = dict(queries or {}), metric, advice
+        self.watched = self.trained if watched is None else list(watched)
+        # of a random candidate being relevant, in both directions: as many groups as the first direction has queries
+        self.chance = 1 / max(next(iter(self.queries.values()), 0), 1)
         self.raised = set(raised)
         self._losses: list[tuple[int, float]] = []
         self._rows: dict[str, int] = {}
@@ -94,8 +120,7 @@ class Alarms:
             yield Alarm(
                 "loss_stuck",
                 f"the loss has stood at ln(batch) = {self.chance_loss:.2f}, that of guessing, for {STUCK_STEPS} steps "
-                "after the warm-up: check that captions belong to their pictures, then try another --lr (ten times "
-                "less when fine-tuning, up to 1e-3 from random weights), a longer --warmup, or a larger batch",
+                f"after the warm-up: {self.advice.stuck}",
             )
 
     def _gamma(self, step: int, numbers: Mapping[str, float]) -> Iterable[Alarm]:
@@ -128,7 +153,7 @@ class Alarms:
             )
 
     def _starving(self, numbers: Mapping[str, float], seconds: float) -> Iterable[Alarm]:
-        waiting = numbers["data_wait"] > WAITING
+        waiting = numbers.get("data_wait", 0.0) > WAITING
         self._waited = self._waited + seconds if waiting else 0.0
         if self._lasts("data", waiting) and self._waited > WAITING_SECONDS:
             yield Alarm(
@@ -138,19 +163,18 @@ class Alarms:
             )
 
     def _collapse(self, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        for d in self.trained:
-            native, cosine = _success(numbers, d, "native"), _success(numbers, d, "cosine")
+        for d in self.watched:
+            native, cosine = self._rate(numbers, d, "native"), self._rate(numbers, d, "cosine")
             if cosine < native / 2 and native - cosine > self._noise(d, native, cosine):
                 yield Alarm(
                     "magnitude_collapse",
-                    f"{d} finds {native:.1%} natively and {cosine:.1%} by cosine: the ranking rests on the lengths, "
-                    "and the angles carry little. Lower --lr, raise --proj-wd, start from a cosine-trained checkpoint "
-                    "(--pretrained), or let --norm learned choose the share of length",
+                    f"{d} finds {native:.1%} natively and {cosine:.1%} by cosine ({self.metric}): the ranking rests on "
+                    f"the lengths, and the angles carry little. {self.advice.collapse}",
                 )
 
     def _dead(self, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        for d, other in (("i2t", "t2i"), ("t2i", "i2t")):
-            alive, dead = _success(numbers, d, "native"), _success(numbers, other, "native")
+        for d, other in permutations(self.queries, 2):
+            alive, dead = self._rate(numbers, d, "native"), self._rate(numbers, other, "native")
             learned = alive > 10 * self.chance and alive > self._noise(d, alive, self.chance)
             if learned and dead < alive / 10 and alive - dead > self._noise(other, alive, dead):
                 yield Alarm(
@@ -161,9 +185,9 @@ class Alarms:
                 )
 
     def _noise(self, direction: str, a: float, b: float) -> float:
-        """What two success rates of so many queries may differ by through chance alone."""
+        """What two rates of so many queries may differ by through chance alone: a number from 0 to 1 with mean a varies
+        by a (1 - a) at most, which it does where it is 0 or 1."""
         return NOISE * math.sqrt((a * (1 - a) + b * (1 - b)) / max(self.queries[direction], 1))
 
-
-def _success(numbers: Mapping[str, float], direction: str, scoring: str) -> float:
-    return numbers[f"val_{direction}_success@1_{scoring}"]
+    def _rate(self, numbers: Mapping[str, float], direction: str, scoring: str) -> float:
+        return numbers[f"val_{direction}_{self.metric}_{scoring}"]

@@ -92,6 +92,9 @@ class TextTrainSettings(TextModelSettings):
     warmup: float = flag(
         0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=steps_or_fraction
     )
+    grad_clip_norm: float = flag(
+        1.0, OPTIMIZATION, "clip the norm of the model's gradient to this; 0: never", metavar="G"
+    )
     grad_checkpointing: bool = flag(False, OPTIMIZATION, "recompute activations: less memory, more time")
     logs: str = flag("logs", RUN, "folder of runs", metavar="DIR")
     name: str | None = flag(None, RUN, "name of the run's folder [time, loss and norm]")
@@ -120,8 +123,8 @@ class TextTrainSettings(TextModelSettings):
         for names, valid, ok in (
             (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
             (("lr", "logit_scale_init", "logit_scale_max"), "a number above 0", lambda v: v > 0),
-            (("gamma_lr", "wd", "warmup", "focal", "norm_drift", "watch_queries"), "a number of at least 0",
-             lambda v: v >= 0),
+            (("gamma_lr", "wd", "warmup", "focal", "norm_drift", "watch_queries", "grad_clip_norm"),
+             "a number of at least 0", lambda v: v >= 0),
             (("q2d_weight",), "a number from 0 to 1", lambda v: 0 <= v <= 1),
             (("gamma_init",), "a number between 0 and 1, both excluded", lambda v: 0 < v < 1),
             (("train_fraction",), "a number above 0 and at most 1", lambda v: 0 < v <= 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -82,6 +83,19 @@ def settle(error: UsageError | None) -> None:
         raise error
     if any(failed):
         raise SystemExit(2)
+
+
+def on_rank_0(check: Callable[[], None]) -> None:
+    """What one process decides for all. Errors: UsageError there, and the others leave with it."""
+    error = None
+    if world()[0] == 0:
+        try:
+            check()
+        except UsageError as raised:
+            error = raised
+        except OSError as raised:  # a folder that cannot be made
+            error = UsageError(f"{one_line(raised.filename or '')}: {one_line(raised.strerror or raised)}")
+    settle(error)
 
 
 def gather_objects(item: T) -> list[T]:

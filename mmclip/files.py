@@ -69,6 +69,16 @@ def lock_folder(folder: Path) -> TextIO | None:
     return file
 
 
+def require_run_folder(folder: Path, resume: str | None) -> None:
+    """Errors: UsageError where the folder holds a run already and this is not its continuation, or holds none and this
+    is one."""
+    there = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
+    if resume is None and there:
+        raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
+    if resume == "latest" and not (folder / "config.yaml").is_file():
+        raise UsageError(f"--resume latest: {folder} holds no run; check --logs and --name")
+
+
 @contextlib.contextmanager
 def alone_in(folder: Path, waiting: str) -> Iterator[None]:
     """One process at a time is inside for a folder; where another one is, ``waiting`` is said and it is waited for.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,9 +15,9 @@ from mmclip.build import build_model
 from mmclip.config import TrainSettings
 from mmclip.datasets import open_training
 from mmclip.embeddings import Runner
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import one_line
 from mmclip.eval_source import EvalSource
-from mmclip.files import lock_folder, remove_partials, write_text_atomically
+from mmclip.files import lock_folder, remove_partials, require_run_folder, write_text_atomically
 from mmclip.finish import finish
 from mmclip.image_text import ImageTextData
 from mmclip.loader import steps_per_epoch
@@ -37,16 +36,6 @@ def run_name(settings: TrainSettings) -> str:
     return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
 
 
-def check_folder(settings: TrainSettings, folder: Path) -> None:
-    """Errors: UsageError where the folder holds a run already and this is not its continuation, or holds none and this
-    is one."""
-    there = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
-    if settings.resume is None and there:
-        raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
-    if settings.resume == "latest" and not (folder / "config.yaml").is_file():
-        raise UsageError(f"--resume latest: {folder} holds no run; check --logs and --name")
-
-
 def train(settings: TrainSettings) -> Path:
     """Train, export and evaluate as the settings say; returns the run's folder. Errors: UsageError, one line."""
     device = distributed.start(settings.device)
@@ -59,7 +48,7 @@ def train(settings: TrainSettings) -> Path:
 def _train(settings: TrainSettings, device: torch.device) -> Path:
     folder = Path(settings.logs) / run_name(settings)
     rank, ranks = distributed.world()
-    _on_rank_0(lambda: check_folder(settings, folder))
+    distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
     checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
     state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
     if checkpoint:
@@ -98,7 +87,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         remove_partials(folder)  # of a process that was killed
         checkpoints.require_checkpoint_space(folder, model, settings.keep_checkpoints)
 
-    _on_rank_0(prepare)
+    distributed.on_rank_0(prepare)
     runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
     cache_dir = Path(settings.cache_dir) if settings.cache_features else None
     source = Source.open(data, model, runner, cache_dir, "training")
@@ -161,16 +150,3 @@ def _introduce(trainer: Trainer) -> None:
 
 def _named(data: ImageTextData) -> str:
     return f"{len(data):,} images of {one_line(data.path)} [{one_line(data.split)}]"
-
-
-def _on_rank_0(check: Callable[[], None]) -> None:
-    """What one process decides for all. Errors: UsageError there, and the others leave with it."""
-    error = None
-    if distributed.world()[0] == 0:
-        try:
-            check()
-        except UsageError as raised:
-            error = raised
-        except OSError as raised:  # a folder that cannot be made
-            error = UsageError(f"{one_line(raised.filename or '')}: {one_line(raised.strerror or raised)}")
-    distributed.settle(error)

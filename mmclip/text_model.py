@@ -7,10 +7,11 @@ vectors are to be scored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,24 @@ class TextModel:
         own = None if own is None or own > NO_LIMIT else own
         return own if asked is None else asked if own is None else min(asked, own)
 
+    def tokens(self, texts: Sequence[str], role: str) -> dict[str, Any]:
+        """What the encoder takes of texts in a role, cut and prompted as ``encode`` does it."""
+        with self._cut(role):
+            found: dict[str, Any] = self.encoder.preprocess(list(texts), prompt=self.prompts.get(role, ""), task=role)
+        return found
+
+    @contextlib.contextmanager
+    def _cut(self, role: str) -> Iterator[None]:
+        """Inside, texts are cut to a role's length."""
+        own, length = self.encoder.max_seq_length, self.length_of(role)
+        try:
+            if length is not None and length != own:
+                self.encoder.max_seq_length = length
+            yield
+        finally:
+            if self.encoder.max_seq_length != own:
+                self.encoder.max_seq_length = own
+
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], role: str, batch_size: int = 64, progress: bool = True) -> Tensor:
         """Raw vectors of texts in the role "query" or "document": [N, D], float32, on the CPU.
@@ -74,24 +93,17 @@ class TextModel:
         prompt = self.prompts.get(role, "")
         void = set() if prompt.strip() else self._without_tokens(texts)
         some = [i for i, text in enumerate(texts) if text not in void]
-        own, length = self.encoder.max_seq_length, self.length_of(role)
         device = self.encoder.device.type
-        try:
-            if length is not None and length != own:
-                self.encoder.max_seq_length = length
-            with torch.autocast(device, dtype=torch.bfloat16, enabled=self.precision != "fp32"):
-                found = self.encoder.encode(
-                    [texts[i] for i in some],
-                    prompt=prompt,
-                    batch_size=batch_size,
-                    show_progress_bar=progress and sys.stderr.isatty(),
-                    convert_to_tensor=True,
-                    normalize_embeddings=False,
-                    task=role,
-                )
-        finally:
-            if self.encoder.max_seq_length != own:
-                self.encoder.max_seq_length = own
+        with self._cut(role), torch.autocast(device, dtype=torch.bfloat16, enabled=self.precision != "fp32"):
+            found = self.encoder.encode(
+                [texts[i] for i in some],
+                prompt=prompt,
+                batch_size=batch_size,
+                show_progress_bar=progress and sys.stderr.isatty(),
+                convert_to_tensor=True,
+                normalize_embeddings=False,
+                task=role,
+            )
         rows = torch.zeros(len(texts), found.shape[1] if some else self.dim)
         if some:
             rows[some] = found.float().cpu()

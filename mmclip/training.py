@@ -82,8 +82,7 @@ class Trainer:
             scale_max=settings.logit_scale_max,
             warmup=self.warmup,
             total_steps=self.total_steps,
-            n_images=len(val) if val else 0,
-            n_texts=sum(len(c) for c in val.captions) if val else 0,
+            queries={"i2t": len(val), "t2i": sum(len(c) for c in val.captions)} if val else {},
         )
 
     # --- the run --------------------------------------------------------------------------------------------------

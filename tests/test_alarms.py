@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmclip.alarms import Alarms
+from mmclip.alarms import TEXT_ADVICE, Alarms
 from tests.tiny import run_script
 
 HEALTHY = {"gamma_q": 0.4, "gamma_d": 0.7, "effective_scale_i2t": 30.0, "effective_scale_t2i": 30.0, "data_wait": 0.1}
@@ -18,7 +18,7 @@ HEALTHY = {"gamma_q": 0.4, "gamma_d": 0.7, "effective_scale_i2t": 30.0, "effecti
 def alarms(**changed: Any) -> Alarms:
     known: dict[str, Any] = {
         "batch": 128, "weights": {"i2t": 1.0, "t2i": 0.0}, "learned": True, "gamma_init": 0.5, "scale_max": 100.0,
-        "warmup": 20, "total_steps": 400, "n_images": 1000, "n_texts": 5000,
+        "warmup": 20, "total_steps": 400, "queries": {"i2t": 1000, "t2i": 5000},
     }  # fmt: skip
     return Alarms(**known | changed)
 
@@ -101,8 +101,49 @@ def test_validation_alarms_know_a_price_from_a_collapse(numbers: dict[str, float
     assert alarms(raised=names).validation(numbers) == [], "nor again after a resumption"
 
 
+def text_alarms(queries: int = 100, **changed: Any) -> Alarms:
+    known: dict[str, Any] = {"weights": {"q2d": 1.0, "d2q": 0.0}, "queries": {"q2d": queries}, "metric": "ndcg@10",
+                             "watched": ["q2d"], "advice": TEXT_ADVICE}  # fmt: skip
+    return alarms(**known | changed)
+
+
+def ndcg(native: float, cosine: float) -> dict[str, float]:
+    return {"val_q2d_ndcg@10_native": native, "val_q2d_ndcg@10_cosine": cosine, "val_q2d_success@1_native": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "queries", "names"),
+    [
+        (ndcg(0.94, 0.23), 100, ["magnitude_collapse"]),  # the paper's E5: dot stayed, cosine fell
+        (ndcg(0.94, 0.94), 100, []),
+        (ndcg(0.65, 0.40), 100, []),  # a price
+        (ndcg(0.94, 0.23), 4, []),  # four queries are no proof
+        (ndcg(0.30, 0.14), 50, []),  # nor are fifty of so small a difference
+        (ndcg(0.23, 0.94), 100, []),
+    ],
+)
+def test_the_collapse_of_text_is_told_once_in_its_own_metric_and_flags(
+    numbers: dict[str, float], queries: int, names: list[str]
+) -> None:
+    rules = text_alarms(queries)
+    found = rules.validation(numbers)
+    assert [a.name for a in found] == names
+    assert rules.validation(numbers) == [], "told once"
+    for alarm in found:
+        assert "94.0% natively and 23.0% by cosine (ndcg@10)" in alarm.text
+        assert "--proj-wd" not in alarm.text and "--pretrained" not in alarm.text, "flags that train_text.py lacks"
+    assert [a.name for a in text_alarms(queries, weights={"d2q": 1.0}).validation(numbers)] == names, "--loss d2q, too"
+
+
+def test_a_text_run_that_waits_for_no_data_tells_of_its_loss() -> None:
+    line = {"gamma_q": 0.4, "gamma_d": 0.7, "effective_scale_q2d": 30.0, "loss": math.log(128)}
+    rules = text_alarms()
+    found = [a for step in range(10, 100, 10) for a in rules.training(step, line, 1.0)]
+    assert [a.name for a in found] == ["loss_stuck"] and "documents belong to their queries" in found[0].text
+
+
 def test_few_queries_prove_no_death() -> None:
-    assert alarms(n_images=100, n_texts=4).validation(success(0.3, 0.02, 0.3, 0.02)) == []
+    assert alarms(queries={"i2t": 100, "t2i": 4}).validation(success(0.3, 0.02, 0.3, 0.02)) == []
 
 
 def test_a_run_tells_its_alarms_and_strict_ends_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:

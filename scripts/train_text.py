@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Fine-tune a text encoder for retrieval so that embedding length may carry relevance.
+
+python scripts/train_text.py --model DIR --train-data DIR/scifact --val-data DIR/scifact --norm qnorm
+"""
+
+from mmclip.config_text_train import parse_train_text
+from mmclip.flags import run_script
+
+
+def main() -> None:
+    settings = parse_train_text()
+    from mmclip.text_run import train_text  # after the flags are known to be right
+
+    train_text(settings)
+
+
+if __name__ == "__main__":
+    run_script(main)
