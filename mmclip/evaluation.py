@@ -13,26 +13,22 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-import torch
 
 from mmclip import diagnostics, metrics
 from mmclip.backwards import Backwards
 from mmclip.correction import Bank, reversed_exponents
 from mmclip.diagnose import diagnose
+from mmclip.direction_numbers import one_direction
 from mmclip.errors import UsageError
 from mmclip.pools import MAIN_POOL, EvalData, Pool, make_pools
 from mmclip.results import NATIVE, REVERSED, Array, Json, Results
 from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, rank_both_ways
-from mmclip.sides import exact_dots, inverse
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,
     Direction,
     Exponents,
-    magnitude,
 )
-
-KINDS = (*metrics.RATES, "first_rank")  # what is kept of every query
 
 
 def evaluate(
@@ -92,7 +88,7 @@ def evaluate(
         )
         for direction, rankings in zip(CLIP_DIRECTIONS, ways, strict=True):
             about = backwards.extend(pool, direction, rankings, block_bytes)
-            numbers, side = _one_direction(pool, direction, rankings, per_query, how)
+            numbers, side = one_direction(pool, direction, rankings, per_query, how)
             for scoring, more in about.items():
                 numbers[scoring] |= more
             retrieval[direction.value], lengths[direction.document_side] = numbers, side
@@ -137,62 +133,6 @@ def evaluate(
     return Results(document, per_query, items)
 
 
-def _one_direction(
-    pool: Pool,
-    direction: Direction,
-    rankings: Mapping[str, Ranking],
-    per_query: dict[str, Array],
-    how: Mapping[str, Any],
-) -> tuple[Json, Json]:
-    """({scoring: numbers}, the document side's lengths); puts every query's numbers into ``per_query``."""
-    queries = rankings["cosine"].queries
-    clusters = pool.clusters[direction.query_side][queries]
-    prefix = f"{pool.name}/{direction.value}"
-    per_query[f"{prefix}/queries"] = queries
-    per_query[f"{prefix}/clusters"] = clusters
-
-    # Scorings that rank alike share one Ranking: one set of numbers, equal to the last digit of every interval.
-    distinct = {id(r): r for r in rankings.values()}
-    every = {key: metrics.per_query(r.ranks, r.offsets, r.gains) for key, r in distinct.items()}
-    columns = [every[key][rate] for key in distinct for rate in metrics.RATES]
-    found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, **how))
-    means = {key: {rate: next(found) for rate in metrics.RATES} for key in distinct}
-    several = len(np.unique(clusters)) > 1  # one cluster has no spread, which is not the same as certainty
-    numbers: Json = {}
-    for name, r in rankings.items():
-        mine, values = means[id(r)], every[id(r)]
-        numbers[name] = {rate: value for rate, (value, _, _) in mine.items()}
-        numbers[name]["median_rank"] = float(np.median(values["first_rank"]))
-        numbers[name]["mean_rank"] = float(np.mean(values["first_rank"]))
-        numbers[name]["ci"] = {rate: [lo, hi] if several else None for rate, (_, lo, hi) in mine.items()}
-        numbers[name]["tied_queries"] = r.n_tied
-        if too_few := metrics.clamped(r.n_documents):
-            numbers[name]["clamped_k"] = too_few
-        for kind in KINDS:
-            dtype = np.int32 if kind == "first_rank" else np.float32
-            per_query[f"{prefix}/{name}/{kind}"] = values[kind].astype(dtype)
-    _keep_lists(pool, direction, rankings, per_query)
-    return numbers, _lengths(pool, direction, rankings["cosine"], per_query, how)
-
-
-def _keep_lists(pool: Pool, direction: Direction, rankings: Mapping[str, Ranking], per_query: dict[str, Array]) -> None:
-    """The best by cosine, with their cosines, and by native: what pictures of a run are drawn from."""
-    prefix = f"{pool.name}/{direction.value}"
-    for name in ("cosine", NATIVE):
-        per_query[f"{prefix}/{name}/top_ids"] = rankings[name].top_ids.astype(np.int32)
-        per_query[f"{prefix}/{name}/top_relevant"] = rankings[name].top_relevant
-    query, document = direction.roles(pool.vectors)
-    best = rankings["cosine"].top_ids
-    rows = [
-        torch.as_tensor(x, device=query.device)
-        for x in (np.repeat(rankings["cosine"].queries, best.shape[1]), best.ravel())
-    ]
-    cosine = exact_dots(query, document, *rows)
-    for x, at in zip((query, document), rows, strict=True):
-        cosine *= inverse(magnitude(x.double()))[at]
-    per_query[f"{prefix}/cosine/top_scores"] = cosine.float().cpu().numpy().reshape(best.shape)
-
-
 def _diagnostics(
     pool: Pool,
     direction: Direction,
@@ -215,42 +155,3 @@ def _diagnostics(
         fisher=fisher and pool.name == MAIN_POOL,
         **how,
     )
-
-
-def _lengths(
-    pool: Pool, direction: Direction, cosine: Ranking, per_query: dict[str, Array], how: Mapping[str, Any]
-) -> Json:
-    """The magnitude section of the side that ``direction`` has as documents."""
-    side, asking = direction.document_side, direction.query_side
-    length = magnitude(pool.vectors[side].double()).cpu().numpy()
-    per_query[f"{pool.name}/lengths/{side}"] = length.astype(np.float32)
-    x, level = diagnostics.centred(length)
-    moments = diagnostics.split_moments(x[cosine.top_ids], cosine.top_relevant)
-    prefix = f"{pool.name}/{direction.value}"
-    clusters = per_query[f"{prefix}/clusters"]
-    per_query[f"{prefix}/topk_moments"] = moments
-    per_query[f"{prefix}/length_level"] = np.array([level])
-    effects = diagnostics.length_effects(length, cosine, clusters, pool.clusters[side], **how)
-    section: Json = {**diagnostics.summary(length), "cohens_d": diagnostics.with_reasons(effects)}
-    follows = {name: diagnostics.spearman(length[v >= 0], v[v >= 0]) for name, v in pool.whole[side].items()}
-    section["spearman"] = diagnostics.with_reasons(follows)
-    top_args = (cosine.top_ids, cosine.top_relevant, clusters)
-    section["by_document"] = {
-        name: diagnostics.by_document_group(length, group, names, *top_args, **how)
-        for name, (group, names) in _groups(pool, side).items()
-    }
-    section["by_query"] = {
-        name: diagnostics.by_query_group(length, group[cosine.queries], names, *top_args, **how)
-        for name, (group, names) in _groups(pool, asking).items()
-    }
-    return section
-
-
-def _groups(pool: Pool, side: str) -> dict[str, tuple[Array, list[str]]]:
-    """attribute -> (group number of every row, group names)."""
-    groups = {name: diagnostics.number_bins(v) for name, v in pool.whole[side].items()}
-    for name, values in pool.named[side].items():
-        names = sorted({v for v in values if v})
-        place = {v: i for i, v in enumerate(names)}
-        groups[name] = np.array([place.get(v, -1) for v in values]), names
-    return groups

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RATES = ("success@1", "success@5", "success@10", "recall@5", "mrr@10", "ndcg@10", "map")
+TEXT_RATES = (*RATES, "recall@100")  # of text retrieval
 LEVEL = 0.95  # of every interval
 RESAMPLES = 1000
 _CHUNK = 2**22  # resampled cluster numbers held at once

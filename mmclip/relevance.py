@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -114,6 +114,32 @@ class Judged:
         kept = np.zeros(len(code))
         np.maximum.at(kept, np.searchsorted(code, pairs[:, 0] * n_documents + pairs[:, 1]), given)
         return cls(queries, offsets, documents, kept, n_documents, np.zeros(len(queries)))
+
+    def with_excluded(self, excluded: Array, n_queries: int) -> tuple[Judged, Array]:
+        """(these pairs and the ``excluded`` [X, 2] of their queries, which of them [P + X] are excluded).
+
+        To count them as relevant documents is to know their places; :meth:`only` takes them out again.
+        Errors: UsageError for a row outside, or where an excluded document is relevant.
+        """
+        more = np.asarray(excluded, dtype=np.int64)
+        group_pairs(more, n_queries, self.n_documents)  # rows that exist
+        more = np.unique(more[np.isin(more[:, 0], self.queries)], axis=0)
+        own = np.column_stack([self.pair_queries, self.documents])
+        both = Judged.read(
+            np.concatenate([own, more]), np.concatenate([self.gains, np.ones(len(more))]), n_queries, self.n_documents
+        )
+        if len(both.documents) < len(own) + len(more):
+            code = own[:, 0] * self.n_documents + own[:, 1]
+            query, document = more[np.isin(more[:, 0] * self.n_documents + more[:, 1], code)][0]
+            raise UsageError(f"document row {document} is relevant to query row {query} and excluded for it")
+        code = both.pair_queries * self.n_documents + both.documents
+        return both, np.isin(code, more[:, 0] * self.n_documents + more[:, 1])
+
+    def only(self, kept: Array) -> Judged:
+        """The pairs that are ``kept`` [P]; every query keeps one."""
+        many = np.add.reduceat(kept.astype(np.int64), self.offsets[:-1])
+        offsets = np.concatenate([[0], np.cumsum(many)])
+        return replace(self, offsets=offsets, documents=self.documents[kept], gains=self.gains[kept])
 
     def turned(self, n_queries: int) -> Judged:
         """The other direction's: documents ask for the ``n_queries`` queries."""

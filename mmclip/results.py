@@ -20,6 +20,7 @@ PER_QUERY_FILE = "per_query.npz"
 ITEMS_FILE = "items.json"
 START_FILE = "start.json"  # what --measure-start leaves beside them
 ITEMS = ("image_keys", "captions", "owner")
+TEXT_ITEMS = ("query_ids", "queries", "document_ids", "titles")
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -33,12 +34,13 @@ class Results:
     POOL/DIRECTION/clusters [Q]            whose numbers are drawn together in a bootstrap
     POOL/DIRECTION/topk_moments [Q, 6]     what d(topk) is made of (diagnostics.split_moments)
     POOL/DIRECTION/length_level [1]        mean length, which the moments are centred on
-    POOL/DIRECTION/SCORING/METRIC [Q]      METRIC of metrics.RATES, or first_rank
+    POOL/DIRECTION/SCORING/METRIC [Q]      METRIC of metrics.RATES (text: TEXT_RATES), or first_rank
     POOL/DIRECTION/SCORING/top_ids, top_relevant [Q, k]    the best by cosine and natively: rows, relevance
     POOL/DIRECTION/cosine/top_scores [Q, k]                cosines of the best by cosine
     POOL/lengths/SIDE [n]                  raw lengths, in the order of the rows
 
-    ``items``: what the main pool's rows are, {"image_keys": [N], "captions": [M], "owner": [M]}, to show them by.
+    ``items``: what the main pool's rows are, {"image_keys": [N], "captions": [M], "owner": [M]}, or, of text,
+    {"query_ids": [Q], "queries": [Q], "document_ids": [N], "titles": [N]}, to show them by.
     """
 
     json: Json
@@ -132,5 +134,7 @@ def _items(path: Path) -> dict[str, list[Any]]:
         items = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    lists = isinstance(items, dict) and all(isinstance(items.get(k), list) for k in ITEMS)
-    return {k: items[k] for k in ITEMS} if lists else {}
+    for names in (ITEMS, TEXT_ITEMS):
+        if isinstance(items, dict) and all(isinstance(items.get(k), list) for k in names):
+            return {k: items[k] for k in names}
+    return {}

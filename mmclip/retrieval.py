@@ -87,6 +87,7 @@ def rank(
     *,
     gains: Array | Sequence[float] | None = None,
     top_k: Mapping[str, int] | None = None,
+    excluded: Array | None = None,
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Ranking]:
@@ -94,9 +95,12 @@ def rank(
 
     query [Q, D], document [N, D]: raw vectors on one device; pairs [P, 2]: (query row, document row); scorings:
     name -> exponents; gains [P]: how relevant, above 0; top_k: scoring -> how many of the best documents to list, none
-    by default. progress: called with (scores done, scores in all) after each tile.
+    by default. excluded [X, 2]: (query row, document row) of documents that do not exist for a query, neither listed
+    nor counted in its ranks; no list is then longer than the documents that are left to any query.
+    progress: called with (scores done, scores in all) after each tile.
     Memory beside the vectors and the result is about ``block_bytes``.
-    Errors: UsageError for embeddings that are not finite or whose D differ, and for unusable pairs or gains.
+    Errors: UsageError for embeddings that are not finite or whose D differ, and for unusable pairs or gains; also where
+    a relevant document is excluded.
 
     >>> from mmclip.similarity import Normalization
     >>> q, d = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [4.0, 3.0]])
@@ -104,7 +108,7 @@ def rank(
     >>> {name: r.ranks.tolist() for name, r in rank(q, d, [[0, 1]], scorings).items()}
     {'cosine': [2], 'dot': [1]}
     """
-    return _rank(query, document, pairs, scorings, gains, top_k, block_bytes, progress, both=False)[0]
+    return _rank(query, document, pairs, scorings, gains, top_k, block_bytes, progress, False, excluded)[0]
 
 
 def rank_both_ways(
@@ -123,7 +127,7 @@ def rank_both_ways(
     The same two results as ``rank(query, document, pairs, ...)`` and ``rank(document, query, pairs flipped, ...)``:
     exponents belong to roles, so under qnorm the first divides by |query|, the second by |document|.
     """
-    first, second = _rank(query, document, pairs, scorings, gains, top_k, block_bytes, progress, both=True)
+    first, second = _rank(query, document, pairs, scorings, gains, top_k, block_bytes, progress, True)
     return first, second
 
 
@@ -138,6 +142,7 @@ def _rank(
     block_bytes: int,
     progress: Progress | None,
     both: bool,
+    excluded: Array | None = None,
 ) -> list[dict[str, Ranking]]:
     if query.ndim != 2 or document.ndim != 2 or query.shape[1] != document.shape[1]:
         raise UsageError(
@@ -146,6 +151,11 @@ def _rank(
         )
     length = lengths(query, "query"), lengths(document, "document")
     judged = [Judged.read(pairs, gains, len(query), len(document))]
+    out = None
+    if excluded is not None and len(excluded):
+        judged[0], out = judged[0].with_excluded(excluded, len(query))
+        most = int(np.add.reduceat(out.astype(np.int64), judged[0].offsets[:-1]).max())
+        top_k = {name: min(k, len(document) - most) for name, k in (top_k or {}).items()}
     # Cosines of the relevant pairs, in their order in the first direction and in that of the second.
     pair_rows = [torch.as_tensor(x, device=query.device) for x in (judged[0].pair_queries, judged[0].documents)]
     cosine = exact_dots(query, document, *pair_rows)
@@ -184,24 +194,31 @@ def _rank(
         count_tiles(rows, columns, directions, block_bytes, half, progress)
     found = []
     for one, way in zip(judged, counted, strict=True):
-        done = {gamma: _ranking(one, ranked, block_bytes) for gamma, ranked in way.items()}
+        done = {gamma: _ranking(one, ranked, block_bytes, out) for gamma, ranked in way.items()}
         found.append({name: done[gamma] for name, gamma in gamma_d.items()})
     return found
 
 
-def _ranking(judged: Judged, ranked: Ranked, block_bytes: int) -> Ranking:
-    """Counts -> ranks and lists, in the queries' own order."""
+def _ranking(judged: Judged, ranked: Ranked, block_bytes: int, out: Array | None) -> Ranking:
+    """Counts -> ranks and lists, in the queries' own order. out [P]: pairs whose document is excluded; None: none."""
     value, at_least, above = (
         x.cpu().numpy()[np.argsort(judged.by_slot)] for x in (ranked.threshold, ranked.at_least, ranked.above)
     )
     before = np.empty(len(value), dtype=np.int64)
     before[np.lexsort((judged.documents, judged.gains, -value, judged.number))] = np.arange(len(value))
     ranks = 1 + at_least + before - judged.offsets[:-1][judged.number]
-    tied = np.logical_or.reduceat(at_least > above, judged.offsets[:-1])
+    most_first, ties = judged.most_first, at_least > above
+    if out is not None:  # who stands before a relevant document and is excluded is not there
+        order = np.argsort(before)
+        gone = np.empty_like(ranks)
+        gone[order] = np.cumsum(out[order])
+        gone -= np.concatenate([[0], np.cumsum(out)])[judged.offsets[:-1]][judged.number]
+        judged, ranks, ties = judged.only(~out), (ranks - gone)[~out], ties[~out]
+    tied = np.logical_or.reduceat(ties, judged.offsets[:-1])
     ids, relevant = (np.empty((len(judged.queries), 0), dtype=t) for t in (np.int64, bool))
     if ranked.top is not None:
         best = ranked.top.rows(block_bytes).cpu().numpy()
-        ids, relevant = insert_relevant(best[np.argsort(judged.most_first)], judged.number, judged.documents, ranks)
+        ids, relevant = insert_relevant(best[np.argsort(most_first)], judged.number, judged.documents, ranks)
     return Ranking(
         judged.queries,
         judged.offsets,

@@ -193,3 +193,47 @@ def test_cosine_hits_equal_clip_benchmark():
             for k in (1, 5, 10):
                 theirs = metrics_cb.batchify(metrics_cb.recall_at_k, s, p, 32, "cpu", k=k)
                 assert float((theirs > 0).float().mean()) == pytest.approx(float((first <= k).mean()), abs=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_excluded_documents_are_as_good_as_not_there(seed: int) -> None:
+    """Against ranking every query by itself over the documents that are left, ties and duplicates included."""
+    rng = np.random.default_rng(seed)
+    n_q, n_d = 9, 30
+    query, document = (torch.tensor(rng.integers(-2, 3, (n, 4)).astype(np.float32)) for n in (n_q, n_d))
+    pairs = np.array([(q, d) for q in range(n_q) for d in rng.choice(n_d, 1 + q % 4, replace=False)])
+    gains = rng.integers(1, 4, len(pairs)).astype(float)
+    taken = set(map(tuple, pairs.tolist()))
+    excluded = np.array([(q, d) for q in range(0, n_q, 2) for d in range(n_d)
+                         if (q, d) not in taken and rng.random() < 0.4])  # fmt: skip
+    top = dict.fromkeys(SCORINGS, 8)
+    found = rank(query, document, pairs, SCORINGS, gains=gains, top_k=top, excluded=excluded)
+    for name, ranking in found.items():
+        for i, q in enumerate(ranking.queries):
+            left = np.setdiff1d(np.arange(n_d), excluded[excluded[:, 0] == q, 1])
+            own = pairs[:, 0] == q
+            alone = rank(
+                query[[q]],
+                document[torch.tensor(left)],
+                np.column_stack([np.zeros(own.sum(), int), np.searchsorted(left, pairs[own, 1])]),
+                {name: SCORINGS[name]},
+                gains=gains[own],
+                top_k={name: 8},
+            )[name]
+            at = slice(ranking.offsets[i], ranking.offsets[i + 1])
+            assert ranking.ranks[at].tolist() == alone.ranks.tolist()
+            assert ranking.gains[at].tolist() == alone.gains.tolist()
+            assert bool(ranking.tied[i]) == bool(alone.tied[0])
+            assert ranking.top_ids[i].tolist() == left[alone.top_ids[0]].tolist()
+            assert ranking.top_relevant[i].tolist() == alone.top_relevant[0].tolist()
+
+
+def test_exclusion_cuts_lists_and_refuses_a_relevant_document() -> None:
+    query, document = torch.ones(2, 2), torch.rand(5, 2)
+    how = {"top_k": {"cosine": 5}, "excluded": np.array([[0, 2], [0, 3], [0, 3]])}
+    cosine = {"cosine": Normalization.COSINE.exponents}
+    assert rank(query, document, [[0, 0], [1, 1]], cosine, **how)["cosine"].top_ids.shape == (2, 3)
+    with pytest.raises(UsageError, match="document row 3 is relevant to query row 0 and excluded"):
+        rank(query, document, [[0, 3], [1, 1]], cosine, **how)
+    with pytest.raises(UsageError, match="document row 9"):
+        rank(query, document, [[0, 0]], cosine, excluded=np.array([[0, 9]]))
