@@ -55,7 +55,7 @@ def folder_and_split(asked: str) -> tuple[Path, str]:
     ((PosixPath('data/scifact'), 'dev'), (PosixPath('data/scifact'), 'test'))
     """
     folder, colon, split = asked.rpartition(":")
-    return (Path(folder), split) if colon and "/" not in split else (Path(asked), SPLIT)
+    return (Path(folder), split) if colon and not Path(asked).is_dir() else (Path(asked), SPLIT)
 
 
 def data_name(asked: str) -> str:
@@ -65,7 +65,7 @@ def data_name(asked: str) -> str:
     'scifact-test'
     """
     folder, split = folder_and_split(asked)
-    return f"{folder.name}-{split}"
+    return f"{folder.resolve().name}-{split}"
 
 
 def require_data(cells: Sequence[Cell]) -> None:

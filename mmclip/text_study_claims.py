@@ -14,7 +14,7 @@ from mmclip.study_judgements import MATRICES
 from mmclip.study_numbers import Estimate
 from mmclip.study_sheets import Sheet, estimate_columns
 from mmclip.text_study import TextArm
-from mmclip.text_study_numbers import POWERED, NORMAL_95, Scored, TextStudy
+from mmclip.text_study_numbers import NORMAL_95, POWERED, Scored, TextStudy
 from mmclip.text_study_tables import delta_cv_of, fisher
 
 Json = dict[str, Any]
@@ -126,12 +126,16 @@ def _lengths(study: TextStudy, family: Family) -> Iterator[Json]:
             parts.append(Estimate(useful.get("native_minus_cosine_run"), lo, hi, parts[0].n_seeds, parts[0].reason))
             words = "; ".join(
                 f"{name} {_signed(part)}"
-                for name, part in zip(("over the control's gain", "over cosine's", "over its cosine"), parts, strict=True)
+                for name, part in zip(
+                    ("over the control's gain", "over cosine's", "over its cosine"), parts, strict=True
+                )
             )
             verdict = YES if useful.get("verdict") is True else OPEN
             verdict = NO if any(part.below(0) for part in parts) else verdict
             verdict = _unknown(parts[1]) if parts[1].lo is None else verdict
-            yield _row("TX4u", f"and useful: native of {norm} less cosine's", data, norm, verdict, parts[1], counts=words)
+            yield _row(
+                "TX4u", f"and useful: native of {norm} less cosine's", data, norm, verdict, parts[1], counts=words
+            )
 
 
 def _reported(found: Json, told: Json) -> Estimate:
@@ -151,9 +155,7 @@ def _count(study: TextStudy, family: Family) -> Iterator[Json]:
     yield from _of_documents(study, family, "TX10", "count", 0.0, "length counts relevant queries, Spearman")
 
 
-def _of_documents(
-    study: TextStudy, family: Family, claim: str, number: str, least: float, what: str
-) -> Iterator[Json]:
+def _of_documents(study: TextStudy, family: Family, claim: str, number: str, least: float, what: str) -> Iterator[Json]:
     """TX5, TX10: a number of documents above 0 and above the cosine arm's; shown is the difference."""
     for data in study.data:
         for norm in ("dot", "qnorm"):

@@ -58,8 +58,8 @@ def starts(study: TextStudy) -> Iterable[Json]:
 
 
 def differences(study: TextStudy) -> Sheet:
-    """Every other norm less its cosine arm's native, natively and by cosine scoring, paired over queries and seeds, with
-    the smallest detectable effect."""
+    """Every other norm less its cosine arm's native, natively and by cosine scoring, paired over queries and seeds,
+    with the smallest detectable effect."""
     rows = []
     for family in study.families():
         baseline = family["cosine"]
