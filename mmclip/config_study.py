@@ -50,9 +50,10 @@ class StudySettings:
 DESCRIPTION = """Run a grid of trainings and show what magnitude learning costs: the paper's Table 6, the trade-off of
 both directions, verdicts against controls, and what the correction of the untrained direction gives back.
 
-Each run is an ordinary run of train_clip.py (or train_text.py) in a folder of its own, known by its settings: a study that was stopped, or
-whose file has grown, trains only what is missing, and goes on inside a run that was cut. A finished run whose files are
-damaged is put aside (RUN.damaged) and trained again. A run that fails is listed and stops no other."""
+Each run is an ordinary run of train_clip.py, or of train_text.py, in a folder of its own, known by its settings: a
+study that was stopped, or whose file has grown, trains only what is missing, and goes on inside a run that was cut. A
+finished run whose files are damaged is put aside (RUN.damaged) and trained again. A run that fails is listed and stops
+no other."""
 
 EXAMPLES = """the study's file: settings of train_clip.py for all runs, and
   config: flickr8k_heads            what they start from, one of configs/ or a path
