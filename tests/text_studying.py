@@ -17,7 +17,7 @@ from mmclip.text_data import TextCollection
 from mmclip.text_evaluation import evaluate_text
 from mmclip.text_study import TextArm
 
-N, QUERIES, DIM = 90, 40, 12
+N, QUERIES, DIM = 90, 70, 12
 INSIDE, OUTSIDE = "scifact-test", "cranfield-test"
 
 
@@ -56,7 +56,7 @@ def planted(name: str, n: int, seed: int, norm: str, noise: float, lengths: floa
     facts: dict[str, Any] = {
         "model": "planted",
         "seed": seed,
-        "trained_with": {"loss": "q2d", "norm": norm, "q2d_weight": 1.0} | exponents._asdict(),
+        "trained_with": {"task": "text", "loss": "q2d", "norm": norm, "q2d_weight": 1.0} | exponents._asdict(),
     }
     return evaluate_text(data, query, document, exponents, facts, resamples=40).results
 
@@ -78,7 +78,7 @@ def arm(
 ) -> TextArm:
     runs = {
         name: {s: planted(name, n, s, norm, noise, lengths, queries_vary) for s in seeds}
-        for name, n in ((INSIDE, QUERIES), (OUTSIDE, QUERIES - 8))[: 2 if outside else 1]
+        for name, n in ((INSIDE, QUERIES), (OUTSIDE, QUERIES - 4))[: 2 if outside else 1]
     }
     return TextArm(f"q2d {norm}", settings(norm, **changes), runs, starts or {}, dict.fromkeys(seeds, 9.5))
 
