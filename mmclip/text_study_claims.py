@@ -10,11 +10,12 @@ from typing import Any
 
 from mmclip.report_source import is_number
 from mmclip.results import NATIVE
+from mmclip.significance import DETECTABLE
 from mmclip.study_judgements import MATRICES
 from mmclip.study_numbers import Estimate
 from mmclip.study_sheets import Sheet, estimate_columns
 from mmclip.text_study import TextArm
-from mmclip.text_study_numbers import NORMAL_95, POWERED, Scored, TextStudy
+from mmclip.text_study_numbers import NORMAL_95, Scored, TextStudy
 from mmclip.text_study_tables import delta_cv_of, fisher
 
 Json = dict[str, Any]
@@ -143,7 +144,7 @@ def _reported(found: Json, told: Json) -> Estimate:
     lo, hi = found.get("ci") or (None, None)
     if found.get("delta") is None:
         return Estimate.missing(found.get("reason") or told.get("reason") or "no verdict")
-    smallest = None if lo is None or hi is None else POWERED * (hi - lo) / 2 / NORMAL_95
+    smallest = None if lo is None or hi is None else DETECTABLE * (hi - lo) / 2 / NORMAL_95
     return Estimate(found["delta"], lo, hi, told.get("n_seeds", 0), smallest=smallest)
 
 

@@ -23,6 +23,7 @@ from mmclip.pools import MAIN_POOL
 from mmclip.report_source import is_number
 from mmclip.results import NATIVE, Results
 from mmclip.seed_bootstrap import mean_samples, over_seeds
+from mmclip.significance import DETECTABLE
 from mmclip.similarity import Direction
 from mmclip.study_kinds import TEXT
 from mmclip.study_numbers import Estimate
@@ -30,7 +31,6 @@ from mmclip.text_study import METRIC, Q2D, SHOWN, TextArm
 
 Array = NDArray[Any]
 Json = dict[str, Any]
-POWERED = 2.8  # 1.96 + 0.84 standard errors
 NORMAL_95 = 1.959964
 # What the arms of a family may differ in: the norm, and what only some norms have
 OF_A_NORM = ("norm", "gamma_init", "gamma_lr", "seed", *TEXT.cosmetic, *TEXT.measuring)
@@ -114,7 +114,7 @@ class TextStudy:
         samples = samples[np.isfinite(samples)]
         if len(samples) < MIN_DEFINED * self.resamples:
             return Estimate(float(value), None, None, len(common), "it exists in too few resamples")
-        smallest = POWERED * float(np.std(samples, ddof=1))
+        smallest = DETECTABLE * float(np.std(samples, ddof=1))
         return Estimate(float(value), *metrics.interval(samples), len(common), smallest=smallest)
 
     def _options(self, data: str) -> Json:
@@ -163,7 +163,7 @@ class TextStudy:
         error = math.sqrt(float((errors.mean(axis=1) ** 2).sum()) + seeds)
         value = float(told.mean())
         half = NORMAL_95 * error
-        return Estimate(value, value - half, value + half, len(common), smallest=POWERED * error)
+        return Estimate(value, value - half, value + half, len(common), smallest=DETECTABLE * error)
 
     # --- verdicts ---------------------------------------------------------------------------------------------------
 

@@ -74,14 +74,21 @@ def write_text_study(
 
 def print_verdicts(rows: Sequence[Json]) -> None:
     """A line a claim, norm and data set; what stands beside a value is in tables/claims.csv."""
-    table = new_table("claim")
-    for name in ("norm", "data", "verdict", "value", "smallest", "reason"):
-        table.add_column(f"\n{name}", no_wrap=True, overflow="ellipsis")
+    names = ["claim", "norm", "data", "verdict", "value", "smallest"]
+    told = []
     for r in rows:
         smallest = rate(r["smallest_effect"]) if is_number(r["smallest_effect"]) else ""
-        cells = (r["claim"], r["norm"], r["data"], r["verdict"], minus(_interval(r)), smallest, r["reason"])
-        row(table, [f"{one_line(cell, 120)} " for cell in cells])
-    make_console().print(table)
+        known = (r["claim"], r["norm"], r["data"], r["verdict"], minus(_interval(r)), smallest)
+        told.append([f"{one_line(cell, 60)} " for cell in known])
+    wide = [max(map(len, column)) for column in zip([f"{n} " for n in names], *told, strict=True)]
+    console = make_console()
+    left = max(console.width - sum(wide) - len(names), len("reason"))  # a reason may be cut, a number never is
+    table = new_table(names[0])
+    for name in (*names[1:], "reason"):
+        table.add_column(f"\n{name}", no_wrap=True)
+    for cells, r in zip(told, rows, strict=True):
+        row(table, [*cells, one_line(r["reason"], left)])
+    console.print(table)
 
 
 def _interval(r: Json) -> str:

@@ -55,7 +55,8 @@ def test_the_verdicts_are_said(capsys: pytest.CaptureFixture[str], folder: Path)
     print_verdicts(rows)
     said = capsys.readouterr().out
     row = next(r for r in rows if r["claim"] == "TX1" and r["norm"] == "dot")
-    assert f"{row['value']:+.3f} [{row['value_lo']:+.3f}, {row['value_hi']:+.3f}]" in said and "not asked" in said
+    shown = f"{row['value']:+.3f} [{row['value_lo']:+.3f}, {row['value_hi']:+.3f}]".replace("-", "−")
+    assert shown in said and "not asked" in said
     assert max(map(len, said.splitlines())) <= 140
 
 
