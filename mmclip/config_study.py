@@ -50,9 +50,10 @@ class StudySettings:
 DESCRIPTION = """Run a grid of trainings and show what magnitude learning costs: the paper's Table 6, the trade-off of
 both directions, verdicts against controls, and what the correction of the untrained direction gives back.
 
-Each run is an ordinary run of train_clip.py in a folder of its own, known by its settings: a study that was stopped, or
-whose file has grown, trains only what is missing, and goes on inside a run that was cut. A finished run whose files are
-damaged is put aside (RUN.damaged) and trained again. A run that fails is listed and stops no other."""
+Each run is an ordinary run of train_clip.py, or of train_text.py, in a folder of its own, known by its settings: a
+study that was stopped, or whose file has grown, trains only what is missing, and goes on inside a run that was cut. A
+finished run whose files are damaged is put aside (RUN.damaged) and trained again. A run that fails is listed and stops
+no other."""
 
 EXAMPLES = """the study's file: settings of train_clip.py for all runs, and
   config: flickr8k_heads            what they start from, one of configs/ or a path
@@ -62,6 +63,7 @@ EXAMPLES = """the study's file: settings of train_clip.py for all runs, and
     - {loss: sym, norm: qnorm, i2t_weight: [0, 0.25, 0.5, 0.75, 1]}
     - {loss: sym, norm: dot, init_from: sym cosine, name: fine-tuned}     from the run of that arm and seed
     - {loss: sym, norm: learned, seeds: [0, 1, 2, 3, 4]}                  with seeds of its own
+  script: train_text                for text encoders: settings of train_text.py, and a page of its own
 
 examples:
   python scripts/run_study.py
@@ -69,6 +71,9 @@ examples:
 
   MMCLIP_SHARED=DIR python scripts/run_study.py --config study_flickr8k_heads
       projection heads on frozen trunks; again after an interruption, it goes on where it was
+
+  MMCLIP_SHARED=DIR python scripts/run_study.py --config study_scifact
+      five norms of a text encoder, in domain and out of it
 
   python scripts/run_study.py --config my_study.yaml --set train_data=DIR --seeds 0 1 2 3 4 --dry-run
       which runs that would be"""

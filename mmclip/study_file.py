@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from mmclip.config import CONFIGS, TrainSettings
+from mmclip.config import CONFIGS
 from mmclip.config_files import (
     convert,
     converted,
@@ -29,14 +29,11 @@ from mmclip.config_files import (
 from mmclip.config_study import StudySettings
 from mmclip.errors import UsageError, one_line
 from mmclip.flags import whole_number
-from mmclip.study_arms import COSMETIC, MEASURING
+from mmclip.study_kinds import CLIP, KINDS, Kind
 
 Json = dict[str, Any]
 MAX_RUNS = 2000  # more is a slip in an axis
-# What only a study sets, for each of its runs
-OURS = ("logs", "name", "resume", "may_change", "compare", "report", "keep_checkpoints", "seed")
-FIELDS = {f.name: f for f in dataclasses.fields(TrainSettings)}
-_OF_A_STUDY = ("config", "seeds", "arms", "title")
+_OF_A_STUDY = ("script", "config", "seeds", "arms", "title")
 _SET = Path("--set")
 
 
@@ -45,6 +42,7 @@ class StudyFile:
     """arms: name -> settings, equal ones once. names: whatever an arm is called in the file -> its name in ``arms``.
     seeds: arm -> those that it runs with."""
 
+    kind: Kind
     path: Path
     title: str
     arms: dict[str, Json]
@@ -55,45 +53,57 @@ class StudyFile:
 def read_study(settings: StudySettings) -> StudyFile:
     """The file of --config with --set over it, over its arms too, and --seeds. Errors: UsageError, one line."""
     path = find_config(settings.config, CONFIGS, study=True)
-    own, rest = _top(path)
+    kind, own, rest = _top(path)
     title = _text(own["title"], f"{path}: title") if "title" in own else path.stem.replace("_", " ")
-    forced = _overrides(settings.set or [])
-    asked = _base(path, own.get("config")) | converted(TrainSettings, rest, path)
-    _refuse_ours(asked, path)
-    defaults = {name: f.default for name, f in FIELDS.items() if name not in OURS}
-    arms, names, seeds = _arms(_entries(own.get("arms"), forced, path), defaults | asked | forced)
+    forced = _overrides(kind, settings.set or [])
+    asked = _base(kind, path, own.get("config")) | converted(kind.settings, rest, path)
+    _refuse_ours(kind, asked, path)
+    defaults = {name: f.default for name, f in kind.fields.items() if name not in kind.ours}
+    arms, names, seeds = _arms(kind, _entries(kind, own.get("arms"), forced, path), defaults | asked | forced)
     for_all = _seeds(own["seeds"], path) if "seeds" in own else [0]
     wanted = {name: settings.seeds or seeds.get(name, for_all) for name in arms}
     _require_few(sum(map(len, wanted.values())), path)
-    return StudyFile(path, title, arms, names, wanted)
+    return StudyFile(kind, path, title, arms, names, wanted)
 
 
-def _top(path: Path) -> tuple[dict[str, yaml.Node], list[tuple[yaml.Node, yaml.Node]]]:
-    """What only a study's file has, by name, and the (name, value) nodes of all runs' settings."""
+def _top(path: Path) -> tuple[Kind, dict[str, yaml.Node], list[tuple[yaml.Node, yaml.Node]]]:
+    """What its runs are, what only a study's file has, by name, and the (name, value) nodes of all runs' settings."""
+    pairs = name_value_nodes(path)
+    kind = _kind(path, [node for key, node in pairs if name_of(key) == "script"])
+    fields = kind.fields
     own: dict[str, yaml.Node] = {}
     rest = []
-    for key, node in name_value_nodes(path):
+    for key, node in pairs:
         name = name_of(key)
         if name in own:
             raise UsageError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
         if name in _OF_A_STUDY:
             own[name] = node
-        elif name in FIELDS:
+        elif name in fields:
             rest.append((key, node))
         else:
-            valid = [*_OF_A_STUDY, *(f for f in FIELDS if f not in OURS)]
+            valid = [*_OF_A_STUDY, *(f for f in fields if f not in kind.ours)]
             raise UsageError(f"{path}: unknown setting {one_line(name, 100)!r}{nearest(name[:100], valid)}")
-    return own, rest
+    return kind, own, rest
 
 
-def _base(path: Path, node: yaml.Node | None) -> Json:
-    """What all runs start from: a file of train_clip.py's settings, the built-in scenes' by default."""
+def _kind(path: Path, nodes: Sequence[yaml.Node]) -> Kind:
+    if not nodes:
+        return CLIP
+    script = _text(nodes[0], f"{path}: script")
+    if script not in KINDS:
+        raise UsageError(f"{path}: script {one_line(script, 60)!r} is not one of {', '.join(KINDS)}")
+    return KINDS[script]
+
+
+def _base(kind: Kind, path: Path, node: yaml.Node | None) -> Json:
+    """What all runs start from: a file of the script's settings."""
     if node is None:
-        return read_config(TrainSettings, CONFIGS / "scenes.yaml")
+        return read_config(kind.settings, CONFIGS / kind.base) if kind.base else {}
     name = _text(node, f"{path}: config")
     beside = path.parent / name
     found = beside if beside.is_file() else find_config(name, CONFIGS, asked=f"{path}: config")
-    return read_config(TrainSettings, found)
+    return read_config(kind.settings, found)
 
 
 def _text(node: yaml.Node, where: str) -> str:
@@ -103,7 +113,7 @@ def _text(node: yaml.Node, where: str) -> str:
     return text
 
 
-def _overrides(texts: Sequence[str]) -> Json:
+def _overrides(kind: Kind, texts: Sequence[str]) -> Json:
     """The settings of --set."""
     pairs: list[tuple[yaml.Node, yaml.Node]] = []
     for text in texts:
@@ -111,9 +121,9 @@ def _overrides(texts: Sequence[str]) -> Json:
         node = yaml.ScalarNode("tag:yaml.org,2002:str", key)
         if name_of(node) in [name_of(k) for k, _ in pairs]:
             raise UsageError(f"--set: {one_line(key, 100)} is set twice")
-        pairs.append((node, _node(FIELDS.get(name_of(node)), value)))
-    values = converted(TrainSettings, pairs, _SET)
-    _refuse_ours(values, _SET)
+        pairs.append((node, _node(kind.fields.get(name_of(node)), value)))
+    values = converted(kind.settings, pairs, _SET)
+    _refuse_ours(kind, values, _SET)
     return values
 
 
@@ -126,9 +136,9 @@ def _node(field: Any, text: str) -> yaml.Node:
     return yaml.ScalarNode("tag:yaml.org,2002:" + ("null" if null else "str"), text)
 
 
-def _refuse_ours(names: Iterable[str], where: Path) -> None:
+def _refuse_ours(kind: Kind, names: Iterable[str], where: Path) -> None:
     for name in names:
-        if name in OURS:
+        if name in kind.ours:
             of_seeds = "; give --seeds" if where == _SET else "; give seeds"
             instead = {"seed": of_seeds, "name": "; an arm's name is its own"}.get(name, "")
             raise UsageError(f"{where}: {name} is set by the study for each of its runs{instead}")
@@ -157,6 +167,7 @@ def _seeds(node: yaml.Node, where: Path) -> list[int]:
 class _Entry:
     """An entry of arms: a grid of settings, of one point where there are no axes."""
 
+    kind: Kind
     where: Path
     name: str | None
     seeds: list[int]
@@ -170,27 +181,28 @@ class _Entry:
         """(name, settings) of every point."""
         for values in itertools.product(*self.axes.values()):
             point = dict(zip(self.axes, values, strict=True))
-            words = [self.name, *(_shown(k, v) for k, v in point.items())] if self.name else []
+            words = [self.name, *(_shown(self.kind, k, v) for k, v in point.items())] if self.name else []
             yield " ".join(map(str, words)) or None, self.fixed | point
 
 
-def _entries(node: yaml.Node | None, forced: Json, path: Path) -> list[_Entry]:
+def _entries(kind: Kind, node: yaml.Node | None, forced: Json, path: Path) -> list[_Entry]:
     """The entries of arms, counted before any grid is expanded. Errors: UsageError."""
     if not isinstance(node, yaml.SequenceNode) or not node.value:
         raise UsageError(f"{path}: arms: a list of settings is expected, such as - {{loss: sym, norm: cosine}}")
     require_plain(node, f"{path}: arms")
-    entries = [_entry(item, forced, Path(f"{path}, line {item.start_mark.line + 1}")) for item in node.value]
+    entries = [_entry(kind, item, forced, Path(f"{path}, line {item.start_mark.line + 1}")) for item in node.value]
     for entry in entries:
         _require_few(len(entry), entry.where)
     _require_few(sum(map(len, entries)), path)
     return entries
 
 
-def _entry(node: yaml.Node, forced: Json, where: Path) -> _Entry:
+def _entry(kind: Kind, node: yaml.Node, forced: Json, where: Path) -> _Entry:
     """A list is an axis, except where a setting is a list itself; what --set gives replaces either."""
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}, got {kind_of(node)}")
     require_plain(node, str(where))
+    fields = kind.fields
     own: dict[str, yaml.Node] = {}
     plain: list[tuple[yaml.Node, yaml.Node]] = []
     axes: dict[str, list[Any]] = {}
@@ -200,16 +212,17 @@ def _entry(node: yaml.Node, forced: Json, where: Path) -> _Entry:
             raise UsageError(f"{where}: {one_line(name, 100)} is set twice")
         if name in ("name", "seeds"):
             own[name] = value
-        elif isinstance(value, yaml.SequenceNode) and name in FIELDS and not FIELDS[name].metadata["nargs"]:
+        elif isinstance(value, yaml.SequenceNode) and name in fields and not fields[name].metadata["nargs"]:
             require_plain(value, f"{where}: {name}")
             if not value.value:
                 raise UsageError(f"{where}: {name}: an empty list")
-            axes[name] = [convert(FIELDS[name], item, where) for item in value.value]
+            axes[name] = [convert(fields[name], item, where) for item in value.value]
         else:
             plain.append((key, value))
-    fixed = converted(TrainSettings, plain, where)
-    _refuse_ours((*fixed, *axes), where)
+    fixed = converted(kind.settings, plain, where)
+    _refuse_ours(kind, (*fixed, *axes), where)
     return _Entry(
+        kind,
         where,
         _text(own["name"], f"{where}: an arm's name") if "name" in own else None,
         _seeds(own["seeds"], where) if "seeds" in own else [],
@@ -218,7 +231,9 @@ def _entry(node: yaml.Node, forced: Json, where: Path) -> _Entry:
     )
 
 
-def _arms(entries: Sequence[_Entry], base: Json) -> tuple[dict[str, Json], dict[str, str], dict[str, list[int]]]:
+def _arms(
+    kind: Kind, entries: Sequence[_Entry], base: Json
+) -> tuple[dict[str, Json], dict[str, str], dict[str, list[int]]]:
     """(arm -> settings, whatever it is called -> arm, arm -> seeds, where it has its own). Errors: UsageError."""
     arms: dict[str, Json] = {}
     names: dict[str, str] = {}
@@ -226,12 +241,12 @@ def _arms(entries: Sequence[_Entry], base: Json) -> tuple[dict[str, Json], dict[
     seeds: dict[str, list[int]] = {}
     for entry in entries:
         for given, own in entry.points():
-            values = _canonical(base | own)
-            name = given or _arm_name(values, base)
-            key = json.dumps({k: v for k, v in values.items() if k not in COSMETIC}, sort_keys=True)
+            values = _canonical(kind, base | own)
+            name = given or _arm_name(kind, values, base)
+            key = json.dumps({k: v for k, v in values.items() if k not in kind.cosmetic}, sort_keys=True)
             arm = known.get(key)  # the same by another road, such as a lambda of 1 beside asym-i2t
             if given is None and name in names:
-                name = f"{name}{'' if arm else _told_apart(values, arms[names[name]])}"
+                name = f"{name}{'' if arm else _told_apart(kind, values, arms[names[name]])}"
             if names.get(name, arm) != arm and (arm is None or given):
                 told = one_line(name, 80)
                 raise UsageError(f"{entry.where}: two different arms are called {told!r}: give each a name of its own")
@@ -244,26 +259,26 @@ def _arms(entries: Sequence[_Entry], base: Json) -> tuple[dict[str, Json], dict[
     return arms, names, seeds
 
 
-def _canonical(values: Json) -> Json:
+def _canonical(kind: Kind, values: Json) -> Json:
     """One way to say each loss: a lambda of 0 or 1 is a one-direction loss, a lambda of 1/2 need not be said."""
-    weight = values["i2t_weight"]
-    if values["loss"] != "sym" or values.get("i2t_weight_end") is not None or weight not in (0, 0.5, 1):
+    weight = values[kind.weight]
+    moves = values.get(f"{kind.weight}_end") is not None
+    if values["loss"] != kind.losses[0.5] or moves or weight not in kind.losses:
         return values
-    loss = {0: "asym-t2i", 0.5: "sym", 1: "asym-i2t"}[weight]
-    return values | {"loss": loss, "i2t_weight": None}
+    return values | {"loss": kind.losses[weight], kind.weight: None}
 
 
-def _arm_name(values: Json, base: Json) -> str:
+def _arm_name(kind: Kind, values: Json, base: Json) -> str:
     """Loss and norm, and whatever else makes it another arm than the rest."""
-    names = [k for k in values if k not in ("loss", "norm", *MEASURING) and base.get(k) != values[k]]
-    return " ".join(_shown(k, values[k]) for k in ("loss", "norm", *names))
+    names = [k for k in values if k not in ("loss", "norm", *kind.measuring) and base.get(k) != values[k]]
+    return " ".join(_shown(kind, k, values[k]) for k in ("loss", "norm", *names))
 
 
-def _told_apart(values: Json, other: Mapping[str, Any]) -> str:
+def _told_apart(kind: Kind, values: Json, other: Mapping[str, Any]) -> str:
     """What is measured of an arm and not of the ``other`` of its name."""
-    return "".join(f" {_shown(k, values[k])}" for k in MEASURING if values[k] != other[k])
+    return "".join(f" {_shown(kind, k, values[k])}" for k in kind.measuring if values[k] != other[k])
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(kind: Kind, name: str, value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if name in ("loss", "norm") else f"{'λ' if name == 'i2t_weight' else name}={text}"
+    return text if name in ("loss", "norm") else f"{'λ' if name == kind.weight else name}={text}"

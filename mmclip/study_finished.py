@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from mmclip.study_run import is_finished, is_locked, seconds_of
 
 Json = dict[str, Any]
 DAMAGED = ".damaged"  # behind the name of a folder that is put aside
+Read = Callable[[Cell], Any]  # a finished cell, whole, as gather and those after it take it: (numbers, lines, start)
 
 
-def damaged(cells: Sequence[Cell]) -> dict[Cell, str]:
+def damaged(cells: Sequence[Cell], read: Read | None = None) -> dict[Cell, str]:
     """The finished cells that cannot be used, and why: their files are not whole, or a cell that is still to run starts
-    from a model that is gone. What another process has open is left to it. ``cells``: each after its initial one."""
+    from a model that is gone. What another process has open is left to it. ``cells``: each after its initial one.
+    read: raises UsageError or OSError for what is not whole (``read_run``)."""
+    read = read or read_run
     found: dict[Cell, str] = {}
     starts = set()  # that something to be run needs
     for cell in reversed(cells):
@@ -34,7 +37,7 @@ def damaged(cells: Sequence[Cell]) -> dict[Cell, str]:
             if is_locked(cell.folder):
                 continue
             try:
-                read_run(cell)
+                read(cell)
                 if cell in starts:
                     check_model(f"local-dir:{export_folder(str(cell.folder))}", None)
             except (UsageError, OSError) as error:
@@ -57,19 +60,25 @@ def put_aside(cells: Iterable[tuple[Cell, str]]) -> None:
 def gather(cells: Sequence[Cell]) -> tuple[list[Arm], dict[Cell, str]]:
     """(the finished runs of a study by arm, in the order of its file; the finished cells that cannot be read, and
     why)."""
-    arms: dict[str, dict[Cell, tuple[Results, list[Json], Json]]] = {}
+    arms, unreadable = by_arm(cells, read_run)
+    return [_arm(name, found) for name, found in arms.items()], unreadable
+
+
+def by_arm(cells: Sequence[Cell], read: Read) -> tuple[dict[str, dict[Cell, Any]], dict[Cell, str]]:
+    """(arm -> its finished cells as ``read`` gives them, arms without any left out; the unreadable ones, and why)."""
+    arms: dict[str, dict[Cell, Any]] = {}
     unreadable: dict[Cell, str] = {}
     for cell in cells:
         found = arms.setdefault(cell.arm, {})
         if is_finished(cell):
             try:
-                found[cell] = read_run(cell)
+                found[cell] = read(cell)
             except (UsageError, OSError) as error:
                 unreadable[cell] = str(error)
                 continue
             if not found[cell][1]:
                 print(f"{one_line(cell.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
-    return [_arm(name, found) for name, found in arms.items() if found], unreadable
+    return {name: found for name, found in arms.items() if found}, unreadable
 
 
 def _arm(name: str, found: dict[Cell, tuple[Results, list[Json], Json]]) -> Arm:
@@ -81,19 +90,23 @@ def _arm(name: str, found: dict[Cell, tuple[Results, list[Json], Json]]) -> Arm:
         {c.seed: lines for c, (_, lines, _) in found.items()},
         {c.seed: start for c, (_, _, start) in found.items()},
         first.initial.arm if first.initial else None,
-        {c.seed: s for c in found if (s := seconds_of(c)) is not None},
+        seconds_by_seed(found),
     )
+
+
+def seconds_by_seed(cells: Iterable[Cell]) -> dict[int, float]:
+    return {c.seed: s for c in cells if (s := seconds_of(c)) is not None}
 
 
 def read_run(cell: Cell) -> tuple[Results, list[Json], Json]:
     """(results, lines of metrics.jsonl, start.json or {}) of a finished cell, whole. Errors: UsageError, OSError."""
     results = load_run(str(cell.folder))
     with told_of(str(cell.folder)):
-        _require_lengths(results, str(cell.folder / PER_QUERY_FILE))
-    return results, read_lines(cell.folder / METRICS), _read_start(cell.folder / START_FILE)
+        require_lengths(results, str(cell.folder / PER_QUERY_FILE))
+    return results, read_lines(cell.folder / METRICS), read_start(cell.folder / START_FILE)
 
 
-def _require_lengths(results: Results, where: str) -> None:
+def require_lengths(results: Results, where: str) -> None:
     """Errors: UsageError where an array over queries has not a row for each."""
     for pool, section in results.pools.items():
         for direction in section["retrieval"]:
@@ -130,7 +143,7 @@ def read_lines(path: Path) -> list[Json]:
     return lines
 
 
-def _read_start(path: Path) -> Json:
+def read_start(path: Path) -> Json:
     if not path.is_file():
         return {}
     try:

@@ -34,13 +34,14 @@ NAMED = ("loss", "i2t_weight", "norm")  # settings of the loss that have columns
 
 class Estimate(NamedTuple):
     """A number over ``n_seeds`` training seeds with its 95% interval; value, lo and hi None where they do not exist,
-    and then a ``reason``."""
+    and then a ``reason``. smallest: the effect that would be seen in 80% of cases, where it was computed."""
 
     value: float | None
     lo: float | None
     hi: float | None
     n_seeds: int
     reason: str = ""
+    smallest: float | None = None
 
     @classmethod
     def missing(cls, reason: str) -> Estimate:

@@ -9,16 +9,15 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config import TrainSettings
 from mmclip.config_study import StudySettings
 from mmclip.data import FORMS, find_split, is_folder
 from mmclip.errors import UsageError, one_line
-from mmclip.study_arms import COSMETIC
-from mmclip.study_file import FIELDS, StudyFile, read_study
+from mmclip.study_file import StudyFile, read_study
+from mmclip.study_kinds import CLIP, Kind, Settings
 
 Json = dict[str, Any]
 
@@ -29,7 +28,7 @@ class Cell:
 
     arm: str
     seed: int
-    settings: TrainSettings
+    settings: Any  # of the study's kind
     folder: Path
     initial: Cell | None = None
 
@@ -42,6 +41,7 @@ class Cell:
 class Plan:
     """folder: of the study. cells: every one after the cell that it starts from."""
 
+    kind: Kind
     title: str
     folder: Path
     cells: list[Cell]
@@ -51,14 +51,15 @@ class Plan:
 class _Arm:
     """An arm whose settings are checked, and the one that it starts from; seed and name are still to come."""
 
+    kind: Kind
     name: str
-    settings: TrainSettings
+    settings: Settings
     start: _Arm | None
 
     @property
     def identity(self) -> str:
         """What two arms share that would be the same runs."""
-        return json.dumps([_known(self.settings), self.start and self.start.identity], sort_keys=True)
+        return json.dumps([_known(self.kind, self.settings), self.start and self.start.identity], sort_keys=True)
 
 
 def plan_study(settings: StudySettings) -> Plan:
@@ -71,13 +72,18 @@ def plan_study(settings: StudySettings) -> Plan:
         mine = wanted.setdefault(checked[name], [])
         mine += [s for s in seeds if s not in mine]
     every = list(dict.fromkeys(seed for mine in wanted.values() for seed in mine))
-    cells = [c for seed in every for c in _cells([arm for arm in wanted if seed in wanted[arm]], seed, folder)]
-    return Plan(file.title, folder, cells)
+    cells = [
+        c
+        for seed in every
+        for c in _cells({arm: seeds[0] == seed for arm, seeds in wanted.items() if seed in seeds}, seed, folder)
+    ]
+    return Plan(file.kind, file.title, folder, cells)
 
 
 def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
     """Every arm by its name; of arms that would be the same runs the first. Errors: UsageError for settings that no
     run can have, or arms that start from each other."""
+    kind = file.kind
     made: dict[str, _Arm] = {}
     same: dict[str, _Arm] = {}
 
@@ -87,7 +93,7 @@ def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
         if name not in made:
             where = f"{file.path}, arm {one_line(name, 80)!r}"
             values = dict(file.arms[name])
-            asked = values["init_from"]
+            asked = values[kind.initial] if kind.initial else None
             initial = file.names.get(asked) if asked is not None else None
             if initial is not None:
                 values["init_from"] = None  # its folder is not there yet, and a run's settings are checked
@@ -97,7 +103,7 @@ def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
             elif asked is not None and not is_folder(Path(asked)):
                 raise UsageError(f"{where}: {_no_start(asked, file.names)}")
             start = make(initial, (*above, name)) if initial is not None else None
-            arm = _Arm(name, _settings(values, folder, where), start)
+            arm = _Arm(kind, name, _settings(kind, values, folder, where), start)
             made[name] = same.setdefault(arm.identity, arm)
         return made[name]
 
@@ -109,30 +115,30 @@ def _no_start(asked: str, names: Iterable[str]) -> str:
     return f"init_from {one_line(asked, 100)!r}: no arm and no folder of that name; arms: {one_line(', '.join(there))}"
 
 
-def _settings(values: Json, folder: Path, where: str) -> TrainSettings:
-    ours = {"report": False, "keep_checkpoints": 1, "logs": str(folder / "runs")}
+def _settings(kind: Kind, values: Json, folder: Path, where: str) -> Settings:
+    ours = {**kind.fixed, "logs": str(folder / "runs")}
     try:
-        settings = TrainSettings(**(values | ours))
+        settings = kind.settings(**(values | ours))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    if settings.val_data == "none":
-        raise UsageError(
-            f"{where}: val_data none: a study shows what its runs' evaluations say; name data, or leave it"
-        )
+    if settings.val_data == "none" or (kind is not CLIP and not settings.val_data):
+        left = ", or leave it" if kind is CLIP else ""
+        raise UsageError(f"{where}: val_data none: a study shows what its runs' evaluations say; name data{left}")
     return settings
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _cells(wanted: Sequence[_Arm], seed: int, folder: Path) -> list[Cell]:
-    """The cells of a seed, each after the one that it starts from, which comes along unasked."""
+def _cells(wanted: Mapping[_Arm, bool], seed: int, folder: Path) -> list[Cell]:
+    """The cells of a seed, each after the one that it starts from, which comes along unasked. wanted: arm -> whether
+    the seed is its first."""
     made: dict[_Arm, Cell] = {}
 
     def make(arm: _Arm) -> Cell:
         if arm not in made:
             start = make(arm.start) if arm.start is not None else None
-            made[arm] = _cell(arm, seed, start, folder / "runs")
+            made[arm] = _cell(arm, seed, wanted.get(arm, False), start, folder / "runs")
         return made[arm]
 
     for arm in wanted:
@@ -140,10 +146,12 @@ def _cells(wanted: Sequence[_Arm], seed: int, folder: Path) -> list[Cell]:
     return list(made.values())
 
 
-def _cell(arm: _Arm, seed: int, start: Cell | None, runs: Path) -> Cell:
-    settings = copy.deepcopy(arm.settings)
+def _cell(arm: _Arm, seed: int, first: bool, start: Cell | None, runs: Path) -> Cell:
+    settings: Any = copy.deepcopy(arm.settings)
     settings.seed = seed
-    known = _known(settings)
+    if arm.kind.once and not first and not settings.random_init:
+        setattr(settings, arm.kind.once, False)  # the untrained model is every seed's
+    known = _known(arm.kind, settings)
     if start is not None:
         known["init_from"] = start.folder.name
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
@@ -155,10 +163,11 @@ def _cell(arm: _Arm, seed: int, start: Cell | None, runs: Path) -> Cell:
     return Cell(arm.name, seed, settings, runs / settings.name, start)
 
 
-def _known(settings: TrainSettings) -> Json:
+def _known(kind: Kind, settings: Settings) -> Json:
     """What a run is known by. What is not said is left out, so that a setting that a later version knows leaves
     finished runs finished."""
-    return {k: v for k, v in settings.to_dict().items() if k not in COSMETIC and v != FIELDS[k].default}
+    fields = kind.fields
+    return {k: v for k, v in settings.to_dict().items() if k not in kind.cosmetic and v != fields[k].default}
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

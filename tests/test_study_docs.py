@@ -1,4 +1,5 @@
-"""Every number of docs/study.md's results is in a table that run_study.py wrote; docs/study/ holds those tables."""
+"""Every number of docs/study.md's and docs/text_study.md's results is in a table that run_study.py wrote; docs/study/
+and docs/text_study/ hold those tables."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def results_of(text: str) -> str:
 def known(folder: Path) -> list[float]:
     """Magnitudes of all numbers of all tables: a slip in a third digit is found, two digits are nearly always there."""
     found: list[float] = []
-    for path in sorted(folder.glob("*/*.csv")):
+    for path in sorted(folder.rglob("*.csv")):
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 values = {k: v for k, v in row.items() if k and v}
@@ -40,6 +41,13 @@ def test_every_number_is_in_a_table(root: Path) -> None:
     assert [n for n in numbers if not is_known(n, values)] == []
 
 
+def test_every_number_on_text_is_in_a_table(root: Path) -> None:
+    values = known(root / "docs" / "text_study")
+    numbers = NUMBER.findall(results_of((root / "docs" / "text_study.md").read_text(encoding="utf-8")))
+    assert bool(numbers) is bool(values), "results without tables, or tables that nobody tells of"
+    assert [n for n in numbers if not is_known(n, values)] == []
+
+
 @pytest.mark.parametrize(("number", "there"), [(".188", True), ("+.0381", True), ("−.038", True), (".189", False)])
 def test_a_number_that_no_table_has_would_be_found(number: str, there: bool) -> None:
     assert is_known(number, [0.18812, 0.0381]) is there
@@ -51,3 +59,13 @@ def test_claims_are_stated_before_the_results(root: Path) -> None:
     for claim in [*(f"T{i}" for i in range(1, 13)), "T7b", "B1", "B2", "B3"]:
         assert f"| {claim} |" in before, claim
         assert re.search(rf"\b{claim}\b", after), f"{claim} has no answer"
+
+
+def test_claims_about_text_are_stated_before_the_results_and_are_those_that_are_judged(root: Path) -> None:
+    text = (root / "docs" / "text_study.md").read_text(encoding="utf-8")
+    before, after = text.split("\n## Results")
+    stated = set(re.findall(r"^\| (TX\w+) \|", before, re.MULTILINE))
+    judged = set(re.findall(r'"(TX\d+\w?)"', (root / "mmclip" / "text_study_claims.py").read_text(encoding="utf-8")))
+    assert stated == judged and len(stated) == 13
+    if (root / "docs" / "text_study").is_dir():
+        assert {claim for claim in stated if not re.search(rf"\b{claim}\b", after)} == set()

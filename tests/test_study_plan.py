@@ -11,11 +11,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmclip.config import CONFIGS, TrainSettings
+from mmclip.config import CONFIGS
 from mmclip.config_study import StudySettings, parse_study
 from mmclip.errors import UsageError
-from mmclip.study_arms import COSMETIC
-from mmclip.study_file import OURS
+from mmclip.study_kinds import KINDS, Kind
 from mmclip.study_plan import plan_study, require_data
 from tests.studying import ARMS, plan
 
@@ -57,9 +56,13 @@ def test_a_run_is_found_whatever_its_arm_is_called(tmp_path: Path) -> None:
     assert plan(tmp_path, "arms:\n  - {norm: dot}\n").cells[0].folder == one.folder
 
 
-def test_every_cosmetic_setting_is_one(tmp_path: Path) -> None:
-    names = {f.name for f in dataclasses.fields(TrainSettings)}
-    assert set(COSMETIC) | set(OURS) <= names
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_setting_that_a_kind_names_is_one(kind: Kind) -> None:
+    names = {f.name for f in dataclasses.fields(kind.settings)}
+    named = {*kind.cosmetic, *kind.ours, *kind.measuring, *kind.fixed, kind.weight, kind.initial, kind.once} - {None}
+    assert named <= names and set(kind.fixed) <= set(kind.ours)
+    losses = kind.fields["loss"].metadata["choices"]
+    assert set(kind.losses.values()) == set(losses)
 
 
 def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_path: Path) -> None:
