@@ -224,7 +224,7 @@ def _weights(reader: Reader) -> Any:
     if missing := sorted(loading["missing_keys"]):
         raise UsageError(
             f"--reader {one_line(reader.name)}: {len(missing)} weights are not in its files, the first "
-            f"{one_line(missing[0], 80)}: no {'text-to-text' if reader.text_to_text else 'causal'} model, or a damaged one"
+            f"{one_line(missing[0], 80)}: no {reader.facts['kind']} model, or a damaged one"
         )
     own = model.generation_config
     model.generation_config = GenerationConfig(
