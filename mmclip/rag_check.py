@@ -104,7 +104,7 @@ def check(
                  left out in all of them
     to_cosine    scoring or closed_book -> metric -> {"delta", "ci", "within_noise"}, paired by query
     alike        scoring -> the one whose lists, hence all numbers, it shares
-    per_query    the others -> metric -> [Q], in the order of query_ids
+    per_query    the others -> metric, documents (their ids), key and prediction -> [Q], in the order of query_ids
     """
     answers = collection.answers or []
     texts, ids = collection.documents, collection.document_ids
@@ -124,12 +124,15 @@ def check(
     told = json.dumps(reader.facts, sort_keys=True)
     ask(reader, told, [a for found in asked.values() for a in found], store)
     values: dict[str, dict[str, Array]] = {}
+    shown: dict[str, Json] = {}
     for name, found in asked.items():
-        said = [first_line(store.texts[key_of(told, a.prompt)]) for a in found]
+        keys = [key_of(told, a.prompt) for a in found]
+        said = [first_line(store.texts[key]) for key in keys]
         values[name] = {
             EM: np.array([exact_match(s, a) for s, a in zip(said, answers, strict=True)]),
             F1: np.array([token_f1(s, a) for s, a in zip(said, answers, strict=True)]),
         }
+        shown[name] = {"documents": [a.documents for a in found], "key": keys, "prediction": said}
         if name in distinct:
             given = ([texts[d] for d in rows] for rows in distinct[name])
             values[name][RECALL] = np.array([float(has_answer(d, a)) for d, a in zip(given, answers, strict=True)])
@@ -143,7 +146,7 @@ def check(
         "alike": {n: a for n, a in first.items() if n != a},
         "per_query": {
             "query_ids": collection.query_ids,
-            **{n: {m: v.tolist() for m, v in values[n].items()} for n in asked},
+            **{n: {m: v.tolist() for m, v in values[n].items()} | shown[n] for n in asked},
         },
     }
 
@@ -162,7 +165,7 @@ def ask(reader: Asks, told: str, asked: Sequence[Asked], store: Predictions) -> 
             texts = reader.generate([every[k].prompt.text for k in keys])
             store.add(
                 [
-                    {"key": k, "query": every[k].query, "documents": every[k].documents, "text": text}
+                    {"key": k, "query": every[k].query, "prompt": every[k].prompt.text, "text": text}
                     for k, text in zip(keys, texts, strict=True)
                 ]
             )

@@ -157,7 +157,7 @@ def test_readers_that_cannot_be_used_are_refused(tmp_path: Path, folders: dict[s
 
     encoder = make_bert(tmp_path / "bert", pooling=None)
     reader = opened(encoder)
-    with pytest.raises(UsageError, match="weights are not in its files, the first .*: no causal model"):
+    with pytest.raises(UsageError, match=r"weights are not in its files, the first .*: no causal model"):
         reader.generate(["back"])
 
     damaged = make_t5(tmp_path / "damaged")
