@@ -145,6 +145,7 @@ def open_reader(
     from transformers import AutoConfig, AutoTokenizer
 
     require_reader(name)
+    name = str(Path(name).expanduser()) if name.startswith("~") else name
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)

@@ -61,9 +61,10 @@ def run_rag(settings: RagSettings) -> Json:
         print(f"note: {note}", file=sys.stderr)
     print(f"{len(collection.queries):,} queries of {one_line(collection.path)} [{one_line(collection.split, 60)}], "
           f"{len(collection.documents):,} documents -> {one_line(where)}", file=sys.stderr)  # fmt: skip
-    lists = _retrieve(settings, collection, device, half)
+    lists, native = _retrieve(settings, collection, device, half)
     results = {
         "model": settings.model,
+        "native": {"gamma_q": float(native.gamma_q), "gamma_d": float(native.gamma_d)},
         "data": {
             "path": collection.path,
             "split": collection.split,
@@ -115,8 +116,10 @@ def answerable(collection: TextCollection, limit: int | None = None, seed: int =
     )
 
 
-def _retrieve(settings: RagSettings, collection: TextCollection, device: torch.device, half: bool) -> dict[str, Lists]:
-    """Each scoring's lists; the encoder is let go of before the reader's weights come."""
+def _retrieve(
+    settings: RagSettings, collection: TextCollection, device: torch.device, half: bool
+) -> tuple[dict[str, Lists], Exponents]:
+    """(each scoring's lists, native's exponents); the encoder is let go of before the reader's weights come."""
     model = load_text_model(
         str(settings.model), device, pooling=settings.pooling, random_init=settings.random_init,
         query_length=settings.query_length, document_length=settings.document_length,
@@ -134,7 +137,7 @@ def _retrieve(settings: RagSettings, collection: TextCollection, device: torch.d
     gc.collect()
     asked = dict.fromkeys([COSINE, *(settings.scorings or SCORINGS)])
     exponents = {s: native if s == NATIVE else Normalization(s).exponents for s in asked}
-    return best_documents(query.to(device), document.to(device), collection, exponents, settings.top_k)
+    return best_documents(query.to(device), document.to(device), collection, exponents, settings.top_k), native
 
 
 def best_documents(
