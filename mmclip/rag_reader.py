@@ -19,7 +19,7 @@ import torch
 
 from mmclip.errors import UsageError, one_line
 from mmclip.rag import Prompt, Template, TooLong, fit
-from mmclip.text_model import _quiet
+from mmclip.text_weights import quiet
 
 UNLIMITED = 10**9  # tokenizers that know no limit name a number above it
 
@@ -146,7 +146,7 @@ def open_reader(
 
     require_reader(name)
     name = str(Path(name).expanduser()) if name.startswith("~") else name
-    with _quiet():
+    with quiet():
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -211,7 +211,7 @@ def _weights(reader: Reader) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
     kind: Any = AutoModelForSeq2SeqLM if reader.text_to_text else AutoModelForCausalLM
-    with _quiet():
+    with quiet():
         try:
             model, loading = kind.from_pretrained(
                 reader.name,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mmclip import distributed, facts
 from mmclip.config_rag import SCORINGS, RagSettings
-from mmclip.correction import native_exponents
 from mmclip.errors import UsageError, one_line
 from mmclip.files import lock_folder, write_text_atomically
 from mmclip.formats import NONE, delta, rate
@@ -29,6 +28,7 @@ from mmclip.retrieval import rank
 from mmclip.similarity import Exponents, Normalization
 from mmclip.table_parts import column, gap, make_console, new_table, row
 from mmclip.text_data import QUERIES, TextCollection, open_beir
+from mmclip.text_evaluation import native_scoring
 from mmclip.text_model import load_text_model
 
 RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
@@ -125,7 +125,7 @@ def _retrieve(
         query_length=settings.query_length, document_length=settings.document_length,
         query_prompt=settings.query_prompt, document_prompt=settings.document_prompt, seed=settings.seed,
     )  # fmt: skip
-    native = native_exponents(model.facts)
+    native, _ = native_scoring(model)
     if model.removed:
         print(f"note: {', '.join(model.removed)} taken off the end of {one_line(settings.model)}", file=sys.stderr)
     with torch.autocast(device.type, torch.bfloat16, enabled=half):

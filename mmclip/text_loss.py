@@ -194,7 +194,7 @@ class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """See RoleRankingLoss."""
-        loss = self.forward_cached(self._columns(sentence_features), labels)
+        loss: Tensor = self.forward_cached(self._columns(sentence_features), labels)  # type: ignore[operator]
         gradients, self._gradients = self._gradients, []
         for parameter, gradient in zip(self._own(), gradients, strict=False):  # none without backward
             loss = loss + (parameter - parameter.detach()) * gradient  # adds 0, and the gradient when backward is asked

@@ -96,7 +96,7 @@ class TextTrainer(SentenceTransformerTrainer):
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several devices are torchrun's, a process each: no DataParallel
         self.role_loss, self.folder = loss, folder
         super().__init__(model=model.encoder, args=arguments, train_dataset=dataset, loss=loss,
-                         data_collator=RoleCollator(model))  # type: ignore[arg-type]  # fmt: skip
+                         data_collator=RoleCollator(model))  # fmt: skip
         self.remove_callback(PrinterCallback)
         if settings.grad_checkpointing:
             model.encoder.gradient_checkpointing_enable()  # the trainer's own switch has a name that is going away

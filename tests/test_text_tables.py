@@ -81,7 +81,7 @@ def test_a_comparison_shows_difference_p_and_what_could_be_seen() -> None:
 
 
 def test_run_files_are_shown_beside_the_first() -> None:
-    rates = {k: (0.5, 0.4, 0.6) for k in ("ndcg@10", "recall@100", "mrr@10", "success@1")}
+    rates = dict.fromkeys(("ndcg@10", "recall@100", "mrr@10", "success@1"), (0.5, 0.4, 0.6))
     versus = against_first([np.array([0.0, 0.5, 1.0]), np.array([0.5, 0.5, 1.0])])
     file = io.StringIO()
     make_console(file).print(files_table({"a": rates, HOSTILE: rates}, [None, *versus]))
