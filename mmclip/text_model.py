@@ -144,23 +144,24 @@ def load_text_model(
     folder's, weights are drawn from ``seed``. keep_normalize leaves Normalize modules where they are. lengths and
     prompts: by role; None: the model's own. Errors: UsageError, one line.
     """
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
     source = resolve_model(name)
     if random_init and not Path(source).is_dir():
         raise UsageError(f"--model {one_line(name)}: --random-init needs a folder, with a config and a tokenizer in it")
-    facts = read_text_facts(source)
+    facts, plain = read_text_facts(source), is_plain(source)
+    if plain and pooling is None:
+        raise UsageError(
+            f"--model {one_line(name)}: no pooling: a plain transformers model needs --pooling, one of "
+            f"{', '.join(POOLINGS)}"
+        )
+    # only now: it takes seconds
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
     with quiet() as missing, tempfile.TemporaryDirectory() as scratch:
         try:
             if random_init:
                 source = random_weights(source, Path(scratch), seed)
-            if is_plain(source):
-                if pooling is None:
-                    raise UsageError(
-                        f"--model {one_line(name)}: no pooling: a plain transformers model needs --pooling, one of "
-                        f"{', '.join(POOLINGS)}"
-                    )
+            if plain and pooling is not None:
                 own = {"trust_remote_code": False}  # left out, transformers would ask at the terminal
                 trunk = Transformer(
                     source, model_kwargs={"dtype": torch.float32, **own}, processor_kwargs=own, config_kwargs=own
@@ -174,8 +175,6 @@ def load_text_model(
                     trust_remote_code=False,
                     model_kwargs={"dtype": torch.float32},
                 )
-        except UsageError:
-            raise
         except Exception as error:  # a folder may hold anything, a hub may be away
             raise UsageError(f"--model {one_line(name)}: cannot be loaded: {one_line(error, 240)}") from None
     if random_init:
