@@ -89,8 +89,7 @@ class RoleRankingLoss(nn.Module):
             raise UsageError(f"weights {dict(weights)}: a weight above 0 of q2d, d2q or both is expected")
         self.model = model
         self.loss = ContrastiveLoss(weights, norm, positives, scale_init, scale_max, gamma_init, focal, norm_drift)
-        self.learn_scale, self.gamma_init = learn_scale, gamma_init
-        self.gather_across_devices = gather_across_devices
+        self.learn_scale, self.gamma_init, self.gather_across_devices = learn_scale, gamma_init, gather_across_devices
         if not learn_scale:
             for direction in self.loss.trained:
                 self.loss.similarity.logit_scale(direction).requires_grad_(False)
@@ -165,8 +164,7 @@ class RoleRankingLoss(nn.Module):
             return []
         width = 2 + negatives
         found = labels is not None and labels.ndim == 2 and not labels.is_floating_point() and len(labels) == pairs
-        # where q2d is not trained the negatives' columns are not read, and their ids stand there all the same
-        more = Direction.Q2D not in self.loss.trained
+        more = Direction.Q2D not in self.loss.trained  # no negative is read then, and its id stands there all the same
         if found and labels is not None and (labels.shape[1] == width or (more and labels.shape[1] > width)):
             return [labels[:, 0], labels[:, 1], labels[:, 2:width].T.reshape(-1)]
         if len(self.relevant):
