@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 def same_data(a: Results, b: Results) -> None:
     """Errors: UsageError naming both sides where two runs did not answer the same queries over the same candidates."""
-    for key in ("fingerprint", "n_queries", "n_images", "n_texts"):
+    for key in ("fingerprint", "n_queries", "n_images", "n_texts", "n_documents"):
         left, right = a.json["data"].get(key), b.json["data"].get(key)
         if left != right:
             names = [one_line(r.json.get("model"), 60) for r in (a, b)]
@@ -34,28 +34,45 @@ def seeds_differ(run: Results, control: Results) -> bool:
 
 
 def losses_differ(mine: Json, controls: Json) -> bool:
-    """Whether two losses weigh the directions differently: sym with i2t_weight 1 is asym-i2t."""
-    if mine.get("i2t_weight_end") != controls.get("i2t_weight_end"):
+    """Whether two losses weigh the directions differently: sym with i2t_weight 1 is asym-i2t, both with q2d_weight 1
+    is q2d."""
+    if is_text(mine) != is_text(controls) or mine.get("i2t_weight_end") != controls.get("i2t_weight_end"):
         return True
-    weights = [facts.get("i2t_weight") for facts in (mine, controls)]
+    weights = [_weight(facts) for facts in (mine, controls)]
     return weights[0] != weights[1] if None not in weights else mine.get("loss") != controls.get("loss")
 
 
-def check_baseline(baseline: Results) -> None:
+def is_text(facts: Json) -> bool:
+    """Whether facts (``trained_with``) are those of a text model."""
+    return facts.get("task") == "text"
+
+
+def _weight(facts: Json) -> Any:
+    return facts.get("q2d_weight" if is_text(facts) else "i2t_weight")
+
+
+def check_baseline(baseline: Results, run: Results) -> None:
+    """Of images and texts the sym/cosine run; of text the run's own loss with cosine."""
     trained = baseline.json.get("trained_with") or {}
     native = baseline.json["evaluation"]["native"]
-    both = trained.get("loss") in (None, "sym") and trained.get("i2t_weight") in (None, 0.5)
-    if not both or "i2t_weight_end" in trained or (native["gamma_q"], native["gamma_d"]) != (1, 1):
-        raise UsageError(
-            f"the baseline was trained with {one_line(trained.get('loss'))} and the exponents {native['gamma_q']}, "
-            f"{native['gamma_d']}: a baseline is a sym/cosine run, both directions of equal weight"
-        )
+    cosine = (native["gamma_q"], native["gamma_d"]) == (1, 1)
+    told = f"the baseline was trained with {one_line(trained.get('loss'))} and the exponents {native['gamma_q']}, "
+    told += f"{native['gamma_d']}: "
+    facts = run.json.get("trained_with") or {}
+    if is_text(facts):
+        if not cosine or losses_differ(trained, facts):
+            raise UsageError(f"{told}a baseline is a cosine run of the run's loss, {one_line(facts.get('loss'))}")
+        return
+    both = trained.get("loss") in (None, "sym") and trained.get("i2t_weight") in (None, 0.5) and not is_text(trained)
+    if not both or "i2t_weight_end" in trained or not cosine:
+        raise UsageError(f"{told}a baseline is a sym/cosine run, both directions of equal weight")
 
 
 def check_control(run: Results, control: Results) -> None:
     facts = [r.json.get("trained_with") or {} for r in (control, run)]
     if losses_differ(*facts):
-        told = [one_line(f.get("loss")) + (f" (i2t_weight {w})" if (w := f.get("i2t_weight")) else "") for f in facts]
+        name = "q2d_weight" if is_text(facts[1]) else "i2t_weight"
+        told = [one_line(f.get("loss")) + (f" ({name} {w})" if (w := f.get(name)) else "") for f in facts]
         raise UsageError(
             f"the control was trained with the loss {told[0]}, the run with {told[1]}: a control has the run's loss"
         )

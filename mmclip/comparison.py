@@ -13,19 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip import diagnostics, metrics, seed_bootstrap
-from mmclip.comparable import check_baseline, check_control, losses_differ, same_data, seeds_differ
+from mmclip.comparable import check_baseline, check_control, is_text, losses_differ, same_data, seeds_differ
 from mmclip.correction import trained_directions
 from mmclip.errors import UsageError
 from mmclip.pools import MAIN_POOL
 from mmclip.results import NATIVE, Results
-from mmclip.similarity import Direction
+from mmclip.similarity import TEXT_DIRECTIONS, Direction
 
 Array = NDArray[Any]
 Json = dict[str, Any]
 SEED = 0
 # Of each group of a verdict: percentiles of 8 members cover 95% in nine cases of ten, of 30 in 93 of 100
 MIN_MEMBERS = 30
-ONE_CLUSTER = "all queries are one image's"
+ONE_CLUSTER, ONE_QUERY = "all queries are one image's", "there is one query"
+METRICS = {False: "success@1", True: "ndcg@10"}  # what a verdict on images and texts, or on text, is about
 
 
 def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed: int = SEED) -> Json:
@@ -43,15 +44,16 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
         report[pool] = {}
         for direction, scorings in section["retrieval"].items():
             names = [s for s in scorings if s in a.pools[pool]["retrieval"][direction]]
+            rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
             columns = [
                 b.query_values(pool, direction, s, m).astype(np.float64) - a.query_values(pool, direction, s, m)
                 for s in names
-                for m in metrics.RATES
+                for m in rates
             ]
             clusters = b.array(f"{pool}/{direction}/clusters")
             found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
             spread = several(clusters)
-            report[pool][direction] = {s: {m: _delta(next(found), spread) for m in metrics.RATES} for s in names}
+            report[pool][direction] = {s: {m: _delta(next(found), spread) for m in rates} for s in names}
     return report
 
 
@@ -73,30 +75,38 @@ def verdict(
     pool: str = MAIN_POOL,
     direction: Direction | None = None,
     *,
+    metric: str | None = None,
     resamples: int = metrics.RESAMPLES,
     seed: int = SEED,
 ) -> Json:
     """Was the candidates' length learned, and is it useful? {"pool", "direction", "learned": {...}, "useful": {...}}.
 
     control: the same loss and seed, the candidate side normalized in training (gamma_d = 1), whose lengths no loss saw.
-    baseline: the sym/cosine run. direction: the trained one; a run that trained both needs it named.
+    baseline: the sym/cosine run, of text the same loss with cosine. direction: the trained one; a run that trained both
+    needs it named. Text is judged in q2d. metric: success@1, of text ndcg@10.
     LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
-    USEFUL: (1) success@1 native - cosine of the run is above 0 and exceeds the control's dot - cosine: both paired
+    USEFUL: (1) the metric's native - cosine of the run is above 0 and exceeds the control's dot - cosine: both paired
     intervals lie above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0,
     yes where its paired interval lies above 0, and open (None) between, where the difference is within noise. To exceed
     the control would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose
     lengths are nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
 
     "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
-    Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1.
+    Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1, and for
+    text that was trained in d2q alone, which no evaluation asks in.
     """
+    facts = run.json.get("trained_with") or {}
+    if is_text(facts):
+        if facts.get("loss") == Direction.D2Q:
+            raise UsageError("the run trained d2q alone, and text is evaluated in q2d: there is nothing to judge")
+        direction = direction or Direction.Q2D
     if direction is None:
-        trained = trained_directions(run.json.get("trained_with") or {})
+        trained = trained_directions(facts)
         if len(trained) > 1:
             raise UsageError("the run trained both directions; name one of: i2t, t2i")
         direction = trained[0]
     baselines = None if baseline is None else [baseline]
-    return pooled_verdict([run], [control], baselines, pool, direction, resamples=resamples, seed=seed)
+    return pooled_verdict([run], [control], baselines, pool, direction, metric=metric, resamples=resamples, seed=seed)
 
 
 def pooled_verdict(
@@ -106,6 +116,7 @@ def pooled_verdict(
     pool: str,
     direction: Direction,
     *,
+    metric: str | None = None,
     resamples: int = metrics.RESAMPLES,
     seed: int = SEED,
 ) -> Json:
@@ -120,7 +131,8 @@ def pooled_verdict(
     for run, control in zip(runs, controls, strict=True):
         check_control(run, control)
     for baseline in baselines or []:
-        check_baseline(baseline)
+        check_baseline(baseline, runs[0])
+    text = is_text(runs[0].json.get("trained_with") or {})
     where = (pool, direction.value)
     options = {"resamples": resamples, "seed": seed}
     report: Json = {"pool": pool, "direction": direction.value}
@@ -128,9 +140,9 @@ def pooled_verdict(
         blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
         return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
     if not several(runs[0].array("/".join((*where, "clusters")))):
-        return report | {kind: _undecided(ONE_CLUSTER) for kind in ("learned", "useful")}
+        return report | {kind: _undecided(ONE_QUERY if text else ONE_CLUSTER) for kind in ("learned", "useful")}
     report["learned"] = _learned(runs, controls, where, direction, options)
-    report["useful"] = _useful(runs, controls, baselines, where, options)
+    report["useful"] = _useful(runs, controls, baselines, where, metric or METRICS[text], options)
     return report
 
 
@@ -139,6 +151,8 @@ def verdicts(run: Results, control: Results, baseline: Results | None = None) ->
     for any other run. Errors: UsageError, as of :func:`verdict`."""
     mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
     if losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
+        return []
+    if is_text(mine) and mine.get("loss") == Direction.D2Q:
         return []
     return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
@@ -190,9 +204,11 @@ def _useful(
     controls: Sequence[Results],
     baselines: Sequence[Results] | None,
     where: tuple[str, str],
+    metric: str,
     options: Json,
 ) -> Json:
-    metric = "success@1"
+    text = where[1] in TEXT_DIRECTIONS
+    named, missing = ("the cosine run", "the cosine run") if text else ("sym/cosine", "the sym/cosine run")
 
     def hits(group: Sequence[Results], scoring: str) -> Array:  # [S, Q]
         return np.stack([r.query_values(*where, scoring, metric).astype(np.float64) for r in group])
@@ -217,11 +233,11 @@ def _useful(
     )
     if baselines is None:
         if above:
-            return {**report, **_undecided(f"{words}; without the sym/cosine run the second condition is open")}
+            return {**report, **_undecided(f"{words}; without {missing} the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
     beside = seed_bootstrap.mean_interval(hits(runs, NATIVE) - hits(baselines, "cosine"), clusters, **options)
     report["native_minus_baseline_cosine"] = _delta(beside)
-    words += f"; native minus sym/cosine's cosine is {_signed(*beside, 3)}"
+    words += f"; native minus {named}'s cosine is {_signed(*beside, 3)}"
     if above and beside[0] >= 0 >= beside[1]:
         return {**report, **_undecided(f"{words}, not below it but within noise of it")}
     useful = above and beside[1] > 0

@@ -13,29 +13,30 @@ from mmclip.formats import NONE
 from mmclip.measures import MEASURES, alpha_note, value_at
 from mmclip.pools import MAIN_POOL
 from mmclip.results import Results
-from mmclip.similarity import CLIP_DIRECTIONS
+from mmclip.similarity import Direction
 from mmclip.table_parts import column, make_console, new_table, row, titled
 
 
 def diagnostics_table(results: Results, name: str | None = None, pool: str = MAIN_POOL) -> tuple[Group, list[str]]:
-    """(measures of a pool in both directions, reasons of what does not exist, and what hangs on a guess)."""
+    """(measures of a pool in every direction, reasons of what does not exist, and what hangs on a guess)."""
     sections = results.pools[pool].get("diagnostics") or {}
+    directions = [Direction(d) for d in results.pools[pool]["retrieval"]]
     table = new_table("measure")
-    for direction in CLIP_DIRECTIONS:
+    for direction in directions:
         column(table, direction.value, f"{direction.query_side} asks")
     table.add_column(Text("\nwhat it says"), no_wrap=False)
     missing: dict[str, list[str]] = {}
     for path, label, about in MEASURES:
         cells = []
-        for direction in CLIP_DIRECTIONS:
+        for direction in directions:
             value, reason = value_at(sections.get(direction.value), path.split())
             cells.append(shown(value))
             if reason is not None:
                 missing.setdefault(f"{label}: {one_line(reason, 200)}", []).append(direction.value)
         if any(cell != NONE for cell in cells):
             row(table, [label, *cells, Text(about, style="dim")])
-    said = [text if len(where) > 1 else f"{text} ({where[0]})" for text, where in missing.items()]
-    note = alpha_note({d.value: sections.get(d.value) for d in CLIP_DIRECTIONS})
+    said = [text if len(where) == len(directions) else f"{text} ({where[0]})" for text, where in missing.items()]
+    note = alpha_note({d.value: sections.get(d.value) for d in directions})
     said += [note] if note is not None else []
     return titled(
         f"diagnostics of {name if name is not None else results.json.get('model')}", results, pool, table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mmclip.errors import UsageError, one_line
 from mmclip.eval_source import EvalSource
 from mmclip.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
 from mmclip.model_names import WEIGHT_SUFFIXES
+from mmclip.outputs import default_output, flat, output_folder
 from mmclip.results import Results, save_results
 from mmclip.runs import load_run, load_runs
 from mmclip.saved_embeddings import load_embeddings
@@ -88,7 +88,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     runner = make_runner(settings, device)
     name = folder.name if folder else settings.model
     told_name = name if settings.pretrained is None else f"{name}-{Path(settings.pretrained).stem}"
-    where = _output_folder(settings, _default_output(folder, told_name, data.path, data.split))
+    where = output_folder(settings.output, default_output(folder, told_name, data.path, data.split))
     source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
     bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
     if bank_data is not None:
@@ -131,7 +131,7 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
             else saved_bank(settings.bank, sides, settings.bank_size, saved, settings.seed)
         )
     name = Path(file).stem
-    where = _output_folder(settings, Path("logs") / "evaluations" / _flat(str(Path(file).resolve())))
+    where = output_folder(settings.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
     print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {one_line(file)}", file=sys.stderr)
     results = evaluate_with_bar(
         data,
@@ -170,27 +170,6 @@ def _report(settings: EvaluateSettings, results: Results, name: str, where: Path
     if settings.report:
         print_report(name, where)
     return results
-
-
-def _output_folder(settings: EvaluateSettings, default: Path) -> Path:
-    """--output, made: a place that cannot be written is found before the work, not after. Errors: UsageError."""
-    where = Path(settings.output) if settings.output else default
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {one_line(where)}: cannot be made a folder: {error.strerror}") from None
-    return where
-
-
-def _flat(name: str) -> str:
-    """A name that is one folder's."""
-    return re.sub(r"[^\w.-]+", "-", name).strip("-.")
-
-
-def _default_output(run: Path | None, model: str, data: str, split: str) -> Path:
-    """Never the run's own results.json, which may be of other data."""
-    parent = run / "evaluations" if run else Path("logs") / "evaluations" / _flat(model)
-    return parent / _flat(f"{Path(data).resolve().name}-{split}")
 
 
 def run_folder(model: str) -> Path | None:

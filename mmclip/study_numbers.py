@@ -129,7 +129,8 @@ class Study:
         self, arms: Sequence[Arm], pool: str = MAIN_POOL, *, resamples: int = metrics.RESAMPLES, seed: int = 0
     ) -> None:
         self.arms = [arm for arm in arms if arm.runs]
-        self.pool, self.options = pool, {"resamples": resamples, "seed": seed}
+        self.pool = pool
+        self.options: dict[str, Any] = {"resamples": resamples, "seed": seed}
         self._drawn: dict[tuple[int, str], dict[str, tuple[float, Array]]] = {}
         self._told: dict[tuple[str, str], Json] = {}
         self.share = max((fraction(arm) for arm in self.arms), default=1.0)

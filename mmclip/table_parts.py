@@ -53,7 +53,9 @@ def titled(title: object, results: Results | None, pool: str, table: Table) -> G
     if results is not None:
         place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
         asked = ", ".join(f"{n} {d}" for d, n in place["n_queries"].items())
-        words += f": {place['n_images']} images, {place['n_texts']} texts; queries {asked}"
+        text = "n_documents" in place
+        held = f"{place['n_documents']} documents" if text else f"{place['n_images']} images, {place['n_texts']} texts"
+        words += f": {held}; queries {asked}"
     return Group(Text.assemble((one_line(title, 60), "bold"), one_line(words, 200)), table, Text(""))
 
 

@@ -93,9 +93,13 @@ def evaluate_text(
         progress=progress,
     )
     runs = {name: _listed(query, document, r, scorings[name]) for name, r in whole.items()}
-    # A list is cut short where a query excludes nearly all of a corpus; then the ranks, which are whole, are measured.
-    told = whole["cosine"].top_ids.shape[1] >= min(DEPTH, len(document))
-    rates = measurable(metrics.TEXT_RATES, collection.gains) if told else []
+    # Lists end early where a query excludes nearly all of a corpus; ranks are whole, and metrics.py has them.
+    listed = whole["cosine"].top_ids.shape[1]
+    rates = [
+        r
+        for r in measurable(metrics.TEXT_RATES, collection.gains)
+        if listed == len(document) or (metrics.cutoff(r) or 0) <= listed
+    ]
     distinct = {id(r): name for name, r in whole.items()}
     measured = {name: measure_list(collection, runs[name], rates) for name in distinct.values()}
     short = {key: _cut(whole[name], diagnostics.TOP_K) for key, name in distinct.items()}

@@ -83,6 +83,8 @@ def _measured(
     import ir_measures
 
     rates = measurable(rates, np.array([g for found in qrels.values() for g in found.values()]))
+    if not rates:
+        return {}
     rate_of = {getattr(ir_measures, _MEASURES[r.partition("@")[0]]) @ metrics.cutoff(r): r for r in rates}
     place = {name: i for i, name in enumerate(names)}
     found = {rate: np.zeros(len(names)) for rate in rates}
