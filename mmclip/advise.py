@@ -8,7 +8,8 @@ same seeds, with 95% intervals over queries and seeds (mmclip.seed_bootstrap):
                    dnorm for dot, cosine for qnorm and for learned
     by length      native(X) - cosine(X), of the same trained head: what its documents' length adds to the angle
 
-1. Fewer than ``MIN_QUERIES`` held-out queries (images, for CLIP): can't tell; percentiles of so few are no interval.
+1. Fewer than ``MIN_QUERIES`` held-out queries (images, for CLIP) for which any head finds anything: can't tell.
+   Percentiles of so few are no interval, and where nothing is found no norm can differ.
 2. X is recommended where ``gain`` lies above 0 with its whole interval, and, where X keeps documents' length (dnorm
    does not), ``over control`` and ``by length`` do so, too: length, and not luck, is then what helps. Of several, the
    one whose ``gain`` has the largest lower end; norms whose paired difference to it holds 0 are named beside it.
@@ -98,8 +99,10 @@ def decide(
     n_seeds, n_queries = values["cosine"]["native"].shape
     report: Json = dict.fromkeys(("answer", "because", "sure", "detectable"))
     report |= {"ties": [], "n_queries": n_queries, "n_seeds": n_seeds, "margin": margin, "metric": metric}
-    if n_queries < MIN_QUERIES:
-        why = f"{n_queries} held-out queries: {MIN_QUERIES} are needed for an interval"
+    answered = int(np.any([found["native"] > 0 for found in values.values()], axis=(0, 1)).sum())
+    report["n_answered"] = answered
+    if answered < MIN_QUERIES:
+        why = f"{metric} is above 0 for {answered} of {n_queries} held-out queries: {MIN_QUERIES} are needed"
         return report | {"answer": CANNOT_TELL, "because": why, "norms": {}}
     options: Any = {"resamples": resamples, "seed": seed}
     norms = compare(values, **options)

@@ -109,7 +109,7 @@ Raw vectors of the training split are encoded once. On them a linear head, the i
 norm and several seeds, and judged on training queries that were held out whole; the evaluation split is not read.
 
 The rule, fixed before any number is seen; a difference counts where its 95% interval over queries and seeds does:
-  1. Fewer than 30 held-out queries (images): can't tell.
+  1. Fewer than 30 held-out queries (images) for which any head finds anything: can't tell.
   2. A norm is recommended where its head beats cosine's, and, where it keeps the documents' length, also its control's
      (the same with documents normalized) and its own vectors ranked by cosine: length helps, and not luck. Of several,
      the one whose gain over cosine is the most certain; those that cannot be told from it are named.
