@@ -1,7 +1,7 @@
 """From a trial's numbers to an answer: which norm to train, or "can't tell". numpy only.
 
-The rule, fixed on planted data, before any real number was seen. For each norm X other than cosine, over the same held-out queries and the
-same seeds, with 95% intervals over queries and seeds (mmclip.seed_bootstrap):
+The rule was fixed on planted data, before any real number was seen. For each norm X other than cosine, over the same
+held-out queries and the same seeds, with 95% intervals over queries and seeds (mmclip.seed_bootstrap):
 
     gain           native(X) - native(cosine): what training X instead of cosine changes
     over control   native(X) - native(X's control), which is X but for documents that are normalized, of the same seed:
@@ -97,13 +97,11 @@ def decide(
     cannot be told from a recommended one. norms: :func:`compare`.
     """
     n_seeds, n_queries = values["cosine"]["native"].shape
-    report: Json = dict.fromkeys(("answer", "because", "sure", "detectable"))
-    report |= {"ties": [], "n_queries": n_queries, "n_seeds": n_seeds, "margin": margin, "metric": metric}
     answered = int(np.any([found["native"] > 0 for found in values.values()], axis=(0, 1)).sum())
-    report["n_answered"] = answered
     if answered < MIN_QUERIES:
         why = f"{metric} is above 0 for {answered} of {n_queries} held-out queries: {MIN_QUERIES} are needed"
-        return report | {"answer": CANNOT_TELL, "because": why, "norms": {}}
+        return undecided(why, n_queries, n_seeds, margin, metric)
+    report = undecided("", n_queries, n_seeds, margin, metric)
     options: Any = {"resamples": resamples, "seed": seed}
     norms = compare(values, **options)
     others = [norm for norm in norms if norm != "cosine"]
@@ -128,7 +126,13 @@ def decide(
     why = f"at most ±{report['detectable']:.3f} {metric} was detectable with {n_queries} queries and {n_seeds} seeds"
     if gaining:
         why += f"; {', '.join(gaining)} gained, but not shown by length"
-    return report | {"answer": CANNOT_TELL, "because": why}
+    return report | {"because": why}
+
+
+def undecided(why: str, n_queries: int, n_seeds: int, margin: float, metric: str) -> Json:
+    """What :func:`decide` returns where it cannot tell, or before it can."""
+    report: Json = {"answer": CANNOT_TELL, "because": why, "sure": None, "detectable": None, "ties": [], "norms": {}}
+    return report | {"n_queries": n_queries, "n_seeds": n_seeds, "margin": margin, "metric": metric}
 
 
 def _recommended(row: Json) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip import facts, metrics
-from mmclip.advise import MIN_QUERIES, decide
+from mmclip.advise import MIN_QUERIES, decide, undecided
 from mmclip.advise_show import draw, show
 from mmclip.advise_trial import FIXED, Heads, Matched, Trial, answer, judged_units, run_trial, without_silent
 from mmclip.advise_vectors import Encoded, encode
@@ -110,8 +110,9 @@ def _trial(
     """Every direction's decision; without a trial where there are too few queries for one."""
     names = [d.value for d in trial.directions] + ["both"] * (len(trial.directions) > 1)
     if len(judged) < MIN_QUERIES or len(rest) < MIN_QUERIES // 2:
-        empty = {"cosine": {"native": np.zeros((trial.seeds, min(len(judged), MIN_QUERIES - 1)))}}
-        return {name: decide(empty, settings.margin, metric=trial.metric) for name in names}, []
+        why = f"{len(judged)} held-out queries and {len(rest)} others: {MIN_QUERIES} and {MIN_QUERIES // 2} are needed"
+        found = undecided(why, len(judged), trial.seeds, settings.margin, trial.metric)
+        return dict.fromkeys(names, found), []
     total = trial.seeds * len(trial.norms) * len(trial.learning_rates)
     with progress_bar() as bar:
         task = bar.add_task("trial: heads", total=total, note="")

@@ -33,8 +33,9 @@ def answer_lines(report: Json) -> list[str]:
         lines.append(f"not told from it: {', '.join(report['ties'])}")
     trained = (report["sections"][report["direction"]]["norms"].get(answer) or {}).get("trained")
     if trained is not None and trained["ci"][0] <= 0:
-        lines.append(f"beside it  a cosine-trained head gains as much when its dot products rank: the trained length adds "
-                     f"{ranged(trained)}")  # fmt: skip
+        lines.append(
+            f"beside it  a cosine-trained head ranked by dot may gain as much: trained length adds {ranged(trained)}"
+        )
     each = {d: s["answer"] for d, s in report["sections"].items() if d != report["direction"]}
     if each:
         lines.append("by direction: " + ", ".join(f"{d} {a}" for d, a in each.items()))
@@ -73,11 +74,12 @@ def evidence_lines(report: Json) -> list[str]:
     lines = [f"lengths   CV of {side} lengths {x['cv']:.3f} [{x['ci'][0]:.3f}, {x['ci'][1]:.3f}], {x['n']:,} vectors"
              for side, x in found["lengths"].items()]  # fmt: skip
     for direction, section in found["zero_shot"].items():
-        scorings = section["scorings"]
-        told = ", ".join(f"{name} {s['minus_cosine']:+.3f} [{s['minus_cosine_ci'][0]:+.3f}, {s['minus_cosine_ci'][1]:+.3f}]"
-                         for name, s in scorings.items() if name in ("dot", "qnorm", "dnorm"))  # fmt: skip
-        lines.append(f"untrained {direction}: cosine {scorings['cosine']['value']:.3f}; against it {told}, "
-                     f"{section['n']} held out")  # fmt: skip
+        scorings = dict(section["scorings"])
+        told = f"cosine {scorings.pop('cosine')['value']:.3f}"
+        for name, x in scorings.items():
+            lo, hi = x["minus_cosine_ci"]
+            told += f", {name} {x['minus_cosine']:+.3f} [{lo:+.3f}, {hi:+.3f}]"
+        lines.append(f"untrained {direction}: {told}, {section['n']} held out")
     for direction, section in found["fisher"].items():
         lines.append(f"kappa     {direction}: {kappa_words(section)}")
     if found["fisher"]:

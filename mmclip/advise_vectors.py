@@ -96,7 +96,7 @@ def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
     }
     arrays = _cached(folder, key)
     if arrays is None:
-        texts = {
+        texts: dict[str, tuple[str, list[str]]] = {
             "first": ("query", [data.queries[r] for r in queries]),
             "second": ("document", [data.documents[r] for r in documents]),
         }
@@ -112,8 +112,9 @@ def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
     matched = Matched(("query", "document"), vectors["first"], vectors["second"], pairs, data.gains[kept])
     if model.removed:
         notes.append("the model's final Normalize was taken off: its own vectors have no length")
-    about = {"path": settings.data, "split": split, "key": key["data"], "n_queries": len(queries),
-             "n_documents": len(documents), "of_queries": len(data.queries), "of_documents": len(data.documents)}  # fmt: skip
+    about: Json = {"path": settings.data, "split": split, "key": key["data"]}
+    about |= {"n_queries": len(queries), "of_queries": len(data.queries)}
+    about |= {"n_documents": len(documents), "of_documents": len(data.documents)}
     told = {"name": settings.model, "key": key["model"], "dim": model.dim, "removed": model.removed,
             "document_length": model.length_of("document")}  # fmt: skip
     return Encoded(matched, vectors.get("titles"), vectors.get("texts"), TEXT_SCALE, told, about, notes)

@@ -1,0 +1,137 @@
+"""Tiny text models and collections written on the spot: a BERT, a Qwen3-style decoder, a BEIR folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+WORDS = tuple(f"{first}{second}" for first in ("ba", "de", "fi", "go", "ku", "la", "me", "no", "pi", "ru")
+              for second in ("ck", "l", "mp", "nd", "r", "st"))  # fmt: skip
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+END = "<|endoftext|>"
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_qrels(path: Path, rows: Iterable[tuple[Any, ...]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def make_beir(
+    folder: Path, queries: int = 24, documents: int = 60, splits: Sequence[str] = ("train", "test"), seed: int = 0
+) -> Path:
+    """Every query is three words, its relevant documents (one, every third query two) hold them among others.
+
+    Queries q0, q1… take turns among the splits; documents are d0, d1…; the second relevant document has score 2.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    texts = [list(rng.choice(WORDS, 8)) for _ in range(documents)]
+    asked, judged = [], {split: [] for split in splits}
+    for q in range(queries):
+        words = list(rng.choice(WORDS, 3, replace=False))
+        asked.append({"_id": f"q{q}", "text": " ".join(words)})
+        found = [2 * q % documents] if q % 3 else [2 * q % documents, (2 * q + 1) % documents]
+        for score, d in enumerate(found, 1):
+            texts[d][:3] = words
+            judged[splits[q % len(splits)]].append((f"q{q}", f"d{d}", score))
+    write_jsonl(folder / "corpus.jsonl", ({"_id": f"d{d}", "title": text[0], "text": " ".join(text)}
+                                          for d, text in enumerate(texts)))  # fmt: skip
+    write_jsonl(folder / "queries.jsonl", asked)
+    for split, rows in judged.items():
+        write_qrels(folder / "qrels" / f"{split}.tsv", rows)
+    return folder
+
+
+def make_bert(
+    folder: Path, pooling: str | None = "mean", normalize: bool = True, seed: int = 0, prompts: Any = None
+) -> Path:
+    """A BERT of one layer and width 32, as a sentence-transformers folder; ``pooling`` None: a plain transformers one.
+
+    ``normalize``: it ends in a Normalize module, as most published models do.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
+    tokens = [*BERT_SPECIAL, *letters, *(f"##{c}" for c in letters), *WORDS]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), BERT_SPECIAL, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names)
+    config = BertConfig(vocab_size=len(tokens), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=64, max_position_embeddings=64, hidden_dropout_prob=0.0,
+                        attention_probs_dropout_prob=0.0, initializer_range=0.2)  # fmt: skip
+    return _save(folder, BertModel, config, fast, pooling, normalize, seed, prompts)
+
+
+def make_decoder(
+    folder: Path,
+    pooling: str | None = "lasttoken",
+    normalize: bool = True,
+    seed: int = 0,
+    prompts: Any = None,
+    padding_side: str = "left",
+) -> Path:
+    """A Qwen3-style decoder of one layer and width 32 with a byte-level tokenizer that ends every text in one token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    end = tokenizer.token_to_id(END)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, end)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, padding_side=padding_side, model_max_length=128
+    )
+    config = Qwen3Config(vocab_size=end + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128,
+                         pad_token_id=end, eos_token_id=end, bos_token_id=None, initializer_range=0.2)  # fmt: skip
+    return _save(folder, Qwen3Model, config, fast, pooling, normalize, seed, prompts)
+
+
+def _save(
+    folder: Path, kind: Any, config: Any, tokenizer: Any, pooling: str | None, normalize: bool, seed: int, prompts: Any
+) -> Path:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = kind(config)
+        torch.nn.init.normal_(network.get_input_embeddings().weight, std=0.2)  # padding's row, too, is no text's end
+        for name, weight in network.named_parameters():
+            if weight.ndim == 1 and name.endswith("weight"):  # of its norms: all ones would make all lengths equal
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+    plain = folder if pooling is None else folder / "plain"
+    network.save_pretrained(str(plain))
+    tokenizer.save_pretrained(str(plain))
+    if pooling is None:
+        return folder
+    trunk = Transformer(str(plain))
+    modules = [trunk, Pooling(trunk.get_embedding_dimension(), pooling), *([Normalize()] if normalize else [])]
+    model = SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
+    model.save_pretrained(str(folder / "st"), create_model_card=False)
+    return folder / "st"
