@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +117,7 @@ def _trial(
     total = trial.seeds * len(trial.norms) * len(trial.learning_rates)
     with progress_bar() as bar:
         task = bar.add_task("trial: heads", total=total, note="")
+        print(f"trial: {total} heads of at most {trial.steps} steps", file=sys.stderr, flush=True)
         values, chosen = run_trial(data, judged, rest, trial, lambda: bar.advance(task))
     options: Any = {"metric": trial.metric, "seed": settings.seed}
     return {name: decide(values[name], settings.margin, **options) for name in names}, chosen

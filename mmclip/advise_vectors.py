@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 VECTORS_FILE = "vectors.safetensors"
 TEXT_SCALE = 20.0  # effective scale, 1 / temperature, as train_text.py starts
 QUERY_SHARE = 3  # of --max-items at most one in so many is a query
+SEEN = "the model was trained on these very {}: its vectors fit those that judge, too, so differences are of seen data"
 
 Json = dict[str, Any]
 
@@ -110,6 +111,9 @@ def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
     kept = [i for i, (q, d) in enumerate(data.pairs.tolist()) if q in new[0] and d in new[1]]
     pairs = np.array([[new[0][q], new[1][d]] for q, d in data.pairs[kept].tolist()], dtype=np.int64)
     matched = Matched(("query", "document"), vectors["first"], vectors["second"], pairs, data.gains[kept])
+    known = model.facts.get("data")
+    if isinstance(known, dict) and (known.get("split"), _place(known.get("path"))) == (split, _place(settings.data)):
+        notes.append(SEEN.format("queries") + "; advise on the model that the run started from")
     if model.removed:
         notes.append("the model's final Normalize was taken off: its own vectors have no length")
     about: Json = {"path": settings.data, "split": split, "key": key["data"]}
@@ -167,10 +171,7 @@ def _encode_clip(settings: AdviseSettings, folder: Path) -> Encoded:
     known = model.facts.get("data")
     trained_on = known.get("key") if isinstance(known, dict) else None
     if trained_on == whole.fingerprint():
-        notes.append(
-            "the model was trained on these very images: its vectors fit the judging ones, too, so its "
-            "differences are those of seen data; of a run with --val-holdout N, --split 'train[holdout N]' is unseen"
-        )
+        notes.append(SEEN.format("images") + "; of a run with --val-holdout N, --split 'train[holdout N]' is unseen")
     key = {
         "kind": "clip",
         "model": weights_key(model.towers),
@@ -208,6 +209,10 @@ def weights_key(module: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
+
+
+def _place(path: Any) -> Path | None:
+    return Path(path).resolve() if isinstance(path, str) else None
 
 
 def _digest(rows: Sequence[np.ndarray]) -> str:
