@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config import OPTIMIZATION, RUN
+from mmclip.config import MODEL, OPTIMIZATION, RUN
 from mmclip.config_loss import LOSS, NORMS, steps_or_fraction
 from mmclip.config_text import TEXT_DATA, TextModelSettings
 from mmclip.errors import UsageError, one_line, require
@@ -57,6 +57,11 @@ class StsSettings(TextModelSettings):
     effective_scale: float = flag(
         1.0, LOSS, "with --scale auto: alpha times the mean lengths that are kept, at the start", metavar="S"
     )
+    head_only: bool = flag(
+        False,
+        MODEL,
+        "leave the encoder as it is and train a residual layer on its vectors, which begins as none: seconds a run",
+    )
     gamma_init: float = flag(0.5, LOSS, "initial gamma of both roles with --norms learned", metavar="G")
     seeds: list[int] = flag((0,), OPTIMIZATION, "each norm is trained once with each", type=int, nargs="+")
     epochs: int = flag(2, OPTIMIZATION, "passes over the pairs", metavar="N")
@@ -94,6 +99,8 @@ class StsSettings(TextModelSettings):
         if self.train is not None and (self.data is None) == (self.holdout is None):
             raise UsageError("--train needs other pairs to evaluate on: either --data FILE, or --holdout, a share of "
                              "the training pairs")  # fmt: skip
+        if self.head_only and self.train is None:
+            raise UsageError("--head-only says what is trained: it needs --train FILE")
         if self.effective_scale != 1.0 and self.scale != AUTO:
             raise UsageError(f"--effective-scale {self.effective_scale:g} needs --scale {AUTO}")
         for name in ("data", "train"):

@@ -28,14 +28,14 @@ from mmclip.seed_bootstrap import over_seeds
 from mmclip.similarity import Exponents, Normalization, mean_length_factors
 from mmclip.sts import NATIVE, PairBootstrap, StsPairs, evaluate_sts, open_sts, scorings
 from mmclip.sts_tables import print_sts
-from mmclip.sts_train import label_top, split_pairs, train_pairs, without_sentences_of
+from mmclip.sts_train import Vectors, label_top, split_pairs, train_pairs, without_sentences_of
 from mmclip.text_model import TextModel, load_text_model
 
 JSON_FILE, CSV_FILE, RUNS = "sts.json", "sts.csv", "runs"
 UNTRAINED = "untrained"
 # what a run's numbers follow from, beside the pairs, the weights, the norm and the seed
-SETTINGS = ("scale", "effective_scale", "gamma_init", "epochs", "batch_size", "lr", "gamma_lr", "wd", "warmup",
-            "precision", "query_length", "document_length", "query_prompt", "document_prompt")  # fmt: skip
+SETTINGS = ("scale", "effective_scale", "gamma_init", "head_only", "epochs", "batch_size", "lr", "gamma_lr", "wd",
+            "warmup", "precision", "query_length", "document_length", "query_prompt", "document_prompt")  # fmt: skip
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -117,7 +117,7 @@ def _about(pairs: StsPairs, settings: StsSettings) -> Json:
     return {"path": pairs.path, "n_pairs": len(pairs), **split, "scores": scores, "notes": pairs.notes}
 
 
-def _encode(model: TextModel, pairs: StsPairs, settings: StsSettings) -> tuple[Tensor, Tensor]:
+def _encode(model: TextModel, pairs: StsPairs, settings: StsSettings) -> Vectors:
     """Raw vectors of both sides, [P, D] each, in float64: ties are then real ones."""
     size = settings.encode_batch_size
     return (model.encode(pairs.first, "query", size, progress=False).double(),
@@ -128,7 +128,7 @@ def _train_all(
     model: TextModel,
     train: StsPairs,
     held: StsPairs,
-    before: tuple[Tensor, Tensor],
+    before: Vectors,
     bootstrap: PairBootstrap,
     settings: StsSettings,
     folder: Path,
@@ -138,6 +138,7 @@ def _train_all(
     start = {k: v.detach().clone() for k, v in model.encoder.state_dict().items()}
     common = [_weights_key(start), train.fingerprint(), held.fingerprint(), bootstrap.seed,
               *(getattr(settings, name) for name in SETTINGS)]  # fmt: skip
+    given = _encode(model, train, settings) if settings.head_only else None
     runs = []
     for seed in settings.seeds:
         for norm in settings.norms:
@@ -146,7 +147,7 @@ def _train_all(
             run = _finished(path, key)
             if run is None:
                 model.encoder.load_state_dict(start)
-                run = {"key": key, **_train_one(model, norm, seed, train, held, before, bootstrap, settings)}
+                run = {"key": key, **_train_one(model, norm, seed, train, held, before, given, bootstrap, settings)}
                 write_text_atomically(path, json_text(run))
             runs.append(run)
             print(f"{norm} seed {seed}: Spearman {run['evaluation']['scorings'][NATIVE]['spearman']:.3f} native, "
@@ -160,15 +161,18 @@ def _train_one(
     seed: int,
     train: StsPairs,
     held: StsPairs,
-    before: tuple[Tensor, Tensor],
+    before: Vectors,
+    given: Vectors | None,
     bootstrap: PairBootstrap,
     settings: StsSettings,
 ) -> Json:
+    """One run; ``before`` and ``given`` are the untrained model's vectors of the held-out pairs and, where only a head
+    is trained, of the training pairs."""
     begun = time.perf_counter()
-    loss, history = train_pairs(model, norm, train, settings, seed)
+    loss, head, history = train_pairs(model, norm, train, settings, seed, given)
     seconds = time.perf_counter() - begun
     exponents = Exponents(*(float(g) for g in loss.similarity.exponents))
-    after = _encode(model, held, settings)
+    after = _encode(model, held, settings) if head is None else head.cpu().transform(before)
     evaluation, scores = evaluate_sts(*after, held.scores, exponents, bootstrap)
     predicted, labels = loss.alpha * scores[NATIVE], held.scores / label_top(train.scores)
     return {

@@ -36,7 +36,7 @@ def print_sts(report: Json, console: Console | None = None) -> None:
                        f"label = {report['train']['label']}"))  # fmt: skip
     table = new_table("norm")
     for top, bottom in (("native", "Spearman"), ("less", "cosine's"), ("less", "dot's"), ("less", "untrained"),
-                        ("its cosine", "Spearman"), ("effective scale", "start, end")):  # fmt: skip
+                        ("by its", "cosine"), ("scale at", "start, end")):  # fmt: skip
         column(table, top, bottom)
     for norm, found in report["norms"].items():
         native = found["native"]
@@ -44,7 +44,7 @@ def print_sts(report: Json, console: Console | None = None) -> None:
         ends = [sum(s[when] for s in scales) / len(scales) for when in ("start", "end")]
         row(table, [norm, _with_interval(native["spearman"], native["ci"]),
                     *(_difference(native["minus"].get(k)) for k in ("native of cosine", "native of dot", "untrained")),
-                    _with_interval(found["cosine"]["spearman"], found["cosine"]["ci"]),
+                    _number(found["cosine"]["spearman"]),
                     f"{ends[0]:.3g}, {ends[1]:.3g}"])  # fmt: skip
     console.print(table)
 

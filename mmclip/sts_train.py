@@ -25,6 +25,7 @@ from mmclip.sts import StsPairs, pair_scores, require_order, same_sentence
 from mmclip.text_model import ROLES, TextModel
 
 Array = NDArray[Any]
+Vectors = tuple[Tensor, Tensor]  # raw vectors [P, D] of sentence1 and of sentence2
 
 
 class RoleMSELoss(nn.Module):
@@ -82,6 +83,28 @@ class RoleMSELoss(nn.Module):
         return {"norm": self.similarity.norm.value, "scale": self.asked, "effective_scale": self.similarity.scale_init}
 
 
+class ResidualHead(nn.Module):
+    """x + f(x) on raw vectors [N, D], f of one hidden layer, with zeros in its last: at first it changes nothing.
+
+    An encoder's final linear layer alone cannot set the length of a vector apart from its direction.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        for parameter in self.layers[2].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+    @torch.no_grad()
+    def transform(self, vectors: Vectors) -> Vectors:
+        """Vectors of both sides through the head, by way of float32, in the precision that they came in."""
+        first, second = vectors
+        return self(first.float()).to(first), self(second.float()).to(second)
+
+
 def label_top(scores: Array) -> float:
     """What a file's scores are divided by to be labels: the top of the range that they seem to be of.
 
@@ -119,38 +142,44 @@ def without_sentences_of(pairs: StsPairs, others: StsPairs) -> StsPairs:
     return kept
 
 
-def train_pairs(model: TextModel, norm: str, pairs: StsPairs, settings: StsSettings, seed: int) -> tuple[
-    RoleMSELoss, list[float]
-]:  # fmt: skip
-    """Train a model in place, on the batches that ``seed`` draws (the same for every norm); the loss of every step.
+def train_pairs(
+    model: TextModel,
+    norm: str,
+    pairs: StsPairs,
+    settings: StsSettings,
+    seed: int,
+    vectors: Vectors | None = None,
+) -> tuple[RoleMSELoss, ResidualHead | None, list[float]]:
+    """Train a model in place, on the batches that ``seed`` draws (the same for every norm): (loss, head, the loss of
+    every step).
 
+    vectors: raw [P, D] of both sides, where a head on them is trained instead of the model; else the head is None.
     Errors: UsageError where the loss is not finite.
     """
     encoder = model.encoder
-    loss = RoleMSELoss(encoder, norm, settings.scale, settings.effective_scale, settings.gamma_init).to(encoder.device)
-    named = [(n, p) for n, p in encoder.named_parameters() if p.requires_grad]
-    gammas = [p for p in loss.similarity.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for _, p in named if p.ndim > 1], "peak_lr": settings.lr, "weight_decay": settings.wd},
-        {"params": [p for _, p in named if p.ndim < 2], "peak_lr": settings.lr, "weight_decay": 0.0},
-        {"params": gammas, "peak_lr": settings.gamma_lr, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([{**g, "lr": g["peak_lr"]} for g in groups if g["params"]])
-    labels = torch.tensor(pairs.scores / label_top(pairs.scores), dtype=torch.float32, device=encoder.device)
     total = settings.epochs * math.ceil(len(pairs) / settings.batch_size)
     warmup = warmup_steps(settings.warmup, total)
-    bf16 = settings.precision.startswith("amp") or (settings.precision == "auto" and encoder.device.type == "cuda")
+    device = encoder.device
+    bf16 = settings.precision.startswith("amp") or (settings.precision == "auto" and device.type == "cuda")
+    labels = torch.tensor(pairs.scores / label_top(pairs.scores), dtype=torch.float32, device=device)
     order = torch.Generator().manual_seed(seed)
     history: list[float] = []
-    devices = [encoder.device] if encoder.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)  # dropout
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)  # the head, dropout
+        head = None if vectors is None else ResidualHead(model.dim).to(device)
+        loss = RoleMSELoss(encoder, norm, settings.scale, settings.effective_scale, settings.gamma_init).to(device)
+        optimizer = _optimizer(encoder if head is None else head, loss, settings)
         loss.train()
         for _ in range(settings.epochs):
             for rows in torch.randperm(len(pairs), generator=order).split(settings.batch_size):
                 set_learning_rate(optimizer, learning_rate_factor(len(history), warmup, total))
-                with torch.autocast(encoder.device.type, dtype=torch.bfloat16, enabled=bf16):
-                    value = loss(_features(model, pairs, rows.tolist()), labels[rows.to(labels.device)])
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+                    goal = labels[rows.to(device)]
+                    if head is None or vectors is None:
+                        value = loss(_features(model, pairs, rows.tolist()), goal)
+                    else:
+                        query, document = (head(v[rows].to(labels)) for v in vectors)
+                        value = loss.of_vectors(query, document, goal)
                 if not value.isfinite():
                     raise UsageError(f"--norms {norm}: the loss is not finite at step {len(history)}; a smaller --lr?")
                 optimizer.zero_grad(set_to_none=True)
@@ -158,7 +187,19 @@ def train_pairs(model: TextModel, norm: str, pairs: StsPairs, settings: StsSetti
                 optimizer.step()
                 history.append(value.item())
     loss.eval()
-    return loss, history
+    return loss, head, history
+
+
+def _optimizer(trained: nn.Module, loss: RoleMSELoss, settings: StsSettings) -> torch.optim.AdamW:
+    """AdamW: decay on matrices alone, gamma with a learning rate of its own."""
+    parameters = [p for p in trained.parameters() if p.requires_grad]
+    gammas = [p for p in loss.similarity.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "peak_lr": settings.lr, "weight_decay": settings.wd},
+        {"params": [p for p in parameters if p.ndim < 2], "peak_lr": settings.lr, "weight_decay": 0.0},
+        {"params": gammas, "peak_lr": settings.gamma_lr, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([{**g, "lr": g["peak_lr"]} for g in groups if g["params"]])
 
 
 def _features(model: TextModel, pairs: StsPairs, rows: list[int]) -> list[dict[str, Tensor]]:

@@ -106,7 +106,7 @@ def load_text_model(
     prompts: by role; None: the model's own. Errors: UsageError, one line.
     """
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Normalize, Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
     with _quiet(), tempfile.TemporaryDirectory() as scratch:
         try:
