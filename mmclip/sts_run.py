@@ -171,7 +171,8 @@ def _train_one(
     begun = time.perf_counter()
     loss, head, history = train_pairs(model, norm, train, settings, seed, given)
     seconds = time.perf_counter() - begun
-    exponents = Exponents(*(float(g) for g in loss.similarity.exponents))
+    with torch.no_grad():
+        exponents = Exponents(*(float(gamma) for gamma in loss.similarity.exponents))
     after = _encode(model, held, settings) if head is None else head.cpu().transform(before)
     evaluation, scores = evaluate_sts(*after, held.scores, exponents, bootstrap)
     predicted, labels = loss.alpha * scores[NATIVE], held.scores / label_top(train.scores)

@@ -97,7 +97,8 @@ def test_value_is_the_papers_form(model: TextModel, norm: Normalization, scale: 
     torch.manual_seed(0)
     q, d, y = 3 * torch.randn(9, 4), 2 * torch.randn(9, 4), torch.rand(9)
     loss = RoleMSELoss(model.encoder, norm, scale, effective_scale=0.5 if scale == "auto" else 1.0)
-    gq, gd = (float(g) for g in loss.similarity.exponents)
+    with torch.no_grad():
+        gq, gd = (float(g) for g in loss.similarity.exponents)
     lq, ld = q.norm(dim=1), d.norm(dim=1)
     alpha = {None: 1.0 if norm == "cosine" else PAPER_SCALE, 0.3: 0.3,
              "auto": 0.5 / float((lq ** (1 - gq)).mean() * (ld ** (1 - gd)).mean())}[scale]  # fmt: skip
