@@ -1,6 +1,7 @@
 """Before the first step and after the last: start.json, the saved model, its evaluations.
 
-start.json is a results.json of the untrained model on the first --val-data, and beside it "fisher": the condition
+start.json is a results.json of the untrained model on the first --val-data, what it finds on the others under
+"evaluations", and beside it "fisher": the condition
 numbers over pairs of the training data ("q2d"), and, told apart, over pairs of a title that asks for its text
 ("titles"), which a corpus has enough of where judged queries are few.
 """
@@ -8,7 +9,7 @@ numbers over pairs of the training data ("q2d"), and, told apart, over pairs of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ from mmclip.text_evaluation import evaluate_text
 from mmclip.text_loss import text_facts
 from mmclip.text_model import COSINE_LIKE, ROLES, TextModel, save_text_model
 from mmclip.text_pairs import TrainingPairs
+from mmclip.text_places import EVALUATIONS, evaluation_name
 from mmclip.text_training import Run, exponents_of
 
 MODEL_FOLDER = "model"
-EVALUATIONS = "evaluations"
 PACKAGES = ("sentence-transformers", "accelerate", "ir_measures")
 Json = dict[str, Any]
 
@@ -99,7 +100,7 @@ def how_to_score(norm: str, gamma_d: float) -> str:
 
 
 @torch.no_grad()
-def measure_start(run: Run, pairs: TrainingPairs, collection: TextCollection | None, evaluations: Evaluations) -> None:
+def measure_start(run: Run, pairs: TrainingPairs, val: Sequence[TextCollection], evaluations: Evaluations) -> None:
     """Write start.json; no weight is changed. A run that goes on after its first step keeps what it has."""
     path = run.folder / START_FILE
     if run.step or path.is_file():
@@ -110,22 +111,27 @@ def measure_start(run: Run, pairs: TrainingPairs, collection: TextCollection | N
     asked, answers, rows = _training_vectors(run, pairs)
     lengths = float(mean_length_factors(asked[rows[0]], answers[rows[1]], native).prod())
     alpha = settings.logit_scale_init / max(lengths, TINY)  # what a first batch of these would set
+    trained = text_facts(loss, settings)
+    if Direction.Q2D in loss.loss.trained:
+        trained["logit_scale_q2d"] = alpha
+    known = about(settings, run, pairs, 0) | {"trained_with": trained}
     content: Json = {}
-    if collection is not None:
-        query, document = evaluations.vectors_of(collection)
-        trained = text_facts(loss, settings)
-        if Direction.Q2D in loss.loss.trained:
-            trained["logit_scale_q2d"] = alpha
-        known = about(settings, run, pairs, 0) | {"trained_with": trained}
-        content = evaluate_text(
-            collection, query, document, native, known, alpha=alpha, fisher=True, seed=settings.seed
+    for i, collection in enumerate(val):
+        vectors = evaluations.vectors_of(collection)
+        found = evaluate_text(
+            collection, *vectors, native, known, alpha=alpha, fisher=i == 0, seed=settings.seed
         ).results.json
+        if i == 0:
+            content = {**found, "evaluations": {}}
+        else:
+            kept = {key: found[key] for key in ("data", "retrieval", "magnitude")}
+            content["evaluations"][evaluation_name(collection.path, collection.split)] = kept
     fisher: Json = {"data": {"path": settings.train_data, "split": settings.train_split}}
     fisher["q2d"] = fisher_report(asked, answers, rows, np.arange(len(asked)), native, alpha, seed=settings.seed)
-    if collection is not None and (titles := _title_vectors(run, collection)):
+    if val and (titles := _title_vectors(run, val[0])):
         each = np.arange(len(titles[0]))
         fisher["titles"] = {
-            "data": _place(collection),
+            "data": _place(val[0]),
             "what": "a title asks for its text",
             **fisher_report(*titles, (each, each), each, native, alpha, seed=settings.seed),
         }
@@ -173,8 +179,6 @@ def _title_vectors(run: Run, collection: TextCollection) -> tuple[Tensor, Tensor
 
 def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluations: Evaluations) -> None:
     """Write model/, evaluate, write results.json and evaluations/. Rank 0 only."""
-    from mmclip.text_run import evaluation_name
-
     settings, native = run.settings, exponents_of(run.loss)
     seconds = run.seconds
     trained = text_facts(run.loss, settings)

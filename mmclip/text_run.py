@@ -23,6 +23,7 @@ from mmclip.text_finish import MODEL_FOLDER, Evaluations, finish, measure_start
 from mmclip.text_loss import CachedRoleRankingLoss, RoleRankingLoss, text_weights
 from mmclip.text_model import FACTS_FILE, TextModel, load_text_model
 from mmclip.text_pairs import TrainingPairs, hold_out
+from mmclip.text_places import evaluation_name, folder_and_split
 from mmclip.text_trainer import KEPT, TextTrainer, checkpoints
 from mmclip.text_training import Run
 
@@ -108,7 +109,7 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
         _introduce(settings, run, data)
     evaluations = Evaluations(settings, model)
     if settings.measure_start and rank == 0:
-        measure_start(run, data.pairs, data.val[0] if data.val else None, evaluations)
+        measure_start(run, data.pairs, data.val, evaluations)
     distributed.barrier()
     signum = run.train()
     if signum:
@@ -141,7 +142,7 @@ def check_settings(path: Path, now: dict[str, Any]) -> None:
 
 def open_data(settings: TextTrainSettings, ranks: int) -> TextRunData:
     """All data, so that what is wrong with them is told before a model loads. Errors: UsageError."""
-    places = [split_of(text) for text in settings.val_data or []]
+    places = [folder_and_split(text) for text in settings.val_data or []]
     for root, split in places:
         require_beir(root, split)
     names = [evaluation_name(root, split) for root, split in places]
@@ -156,20 +157,6 @@ def open_data(settings: TextTrainSettings, ranks: int) -> TextRunData:
             f"{len(pairs)} training pairs in {one_line(settings.train_data)}; a smaller batch is needed"
         )
     return TextRunData(pairs, held_out, [open_beir(root, split) for root, split in places])
-
-
-def split_of(text: str) -> tuple[Path, str]:
-    """FOLDER or FOLDER:SPLIT -> (folder, split).
-
-    >>> split_of("data/scifact:dev")
-    (PosixPath('data/scifact'), 'dev')
-    """
-    folder, colon, split = text.rpartition(":")
-    return (Path(folder), split) if colon and not Path(text).is_dir() else (Path(text), "test")
-
-
-def evaluation_name(root: Path | str, split: str) -> str:
-    return f"{Path(root).resolve().name}-{split}"
 
 
 def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:

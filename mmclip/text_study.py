@@ -18,13 +18,12 @@ from mmclip.similarity import Direction
 from mmclip.study_finished import by_arm, read_lines, read_start, seconds_by_seed
 from mmclip.study_plan import Cell
 from mmclip.text_data import require_beir
+from mmclip.text_places import EVALUATIONS, evaluation_name, folder_and_split
 
 Json = dict[str, Any]
 Q2D = Direction.Q2D.value
-EVALUATIONS = "evaluations"  # of a run: a folder each for what is evaluated beside the first
 METRIC = "ndcg@10"
 SHOWN = (METRIC, "recall@100", "mrr@10")  # what tables have of every scoring
-SPLIT = "test"  # where val_data names none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +47,13 @@ class TextArm:
         return sorted({seed for runs in self.runs.values() for seed in runs})
 
 
-def folder_and_split(asked: str) -> tuple[Path, str]:
-    """Of an entry of val_data.
-
-    >>> folder_and_split("data/scifact:dev"), folder_and_split("data/scifact")
-    ((PosixPath('data/scifact'), 'dev'), (PosixPath('data/scifact'), 'test'))
-    """
-    folder, colon, split = asked.rpartition(":")
-    return (Path(folder), split) if colon and not Path(asked).is_dir() else (Path(asked), SPLIT)
-
-
 def data_name(asked: str) -> str:
-    """What an entry of val_data is called, in tables and under evaluations/.
+    """What an entry of val_data is called.
 
     >>> data_name("data/scifact:test")
     'scifact-test'
     """
-    folder, split = folder_and_split(asked)
-    return f"{folder.resolve().name}-{split}"
+    return evaluation_name(*folder_and_split(asked))
 
 
 def require_data(cells: Sequence[Cell]) -> None:

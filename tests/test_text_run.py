@@ -18,7 +18,8 @@ from mmclip.errors import UsageError
 from mmclip.similarity import Direction
 from mmclip.text_loss import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.text_model import load_text_model
-from mmclip.text_run import build_loss, check_settings, open_data, split_of, train_text
+from mmclip.text_places import folder_and_split
+from mmclip.text_run import build_loss, check_settings, open_data, train_text
 from tests.texts import make_beir, make_bert
 
 Make = Callable[..., TextTrainSettings]
@@ -83,8 +84,8 @@ def test_a_split_without_a_judgment_is_told_before_a_model_loads(
 
 def test_a_folder_with_a_colon_in_its_name_is_one(tmp_path: Path) -> None:
     (tmp_path / "a:b").mkdir()
-    assert split_of(str(tmp_path / "a:b")) == (tmp_path / "a:b", "test")
-    assert split_of(f"{tmp_path / 'a:b'}:dev") == (tmp_path / "a:b", "dev")
+    assert folder_and_split(str(tmp_path / "a:b")) == (tmp_path / "a:b", "test")
+    assert folder_and_split(f"{tmp_path / 'a:b'}:dev") == (tmp_path / "a:b", "dev")
 
 
 def test_a_continuation_names_each_setting_that_is_another(make: Make, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from mmclip.study import study
 from mmclip.study_finished import damaged
 from mmclip.study_plan import Cell, Plan
 from mmclip.study_run import is_finished
-from mmclip.text_study import EVALUATIONS, data_name, folder_and_split, gather, numbers, read_run, require_data
+from mmclip.text_places import EVALUATIONS, folder_and_split
+from mmclip.text_study import data_name, gather, numbers, read_run, require_data
 from tests.studying import plan
 from tests.text_studying import INSIDE, OUTSIDE, QUERIES, planted
 
