@@ -166,7 +166,7 @@ def test_training_lowers_the_loss_and_the_seed_says_all(
     tiny_text: Path, file: Path, tmp_path: Path, head: bool
 ) -> None:
     pairs = open_sts(file)
-    about = settings(tiny_text, file, tmp_path, epochs=8, scale=1.0, lr=3e-3, head_only=head)
+    about = settings(tiny_text, file, tmp_path, epochs=4, scale=1.0, lr=5e-3, head_only=head)
     found = []
     for seed in (1, 1, 2):
         model = load_text_model(str(tiny_text))
