@@ -62,7 +62,7 @@ def encode(settings: AdviseSettings, folder: Path) -> Encoded:
 
 def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
     from mmclip.text_data import open_beir
-    from mmclip.text_model import load_text_model
+    from mmclip.text_open import open_text_model
 
     assert settings.model is not None and settings.data is not None
     split, lent = text_split(Path(settings.data), settings.split)
@@ -75,23 +75,14 @@ def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
         notes.append(f"excluded_ids of {len(data.excluded)} queries are not heeded here")
     queries, documents = drawn(data, settings.limit, settings.seed)
     device = distributed.start(settings.device)
-    model = load_text_model(
-        settings.model,
-        device,
-        pooling=settings.pooling,
-        random_init=settings.random_init,
-        query_length=settings.query_length,
-        document_length=settings.document_length,
-        query_prompt=settings.query_prompt,
-        document_prompt=settings.document_prompt,
-        seed=settings.seed,
-    )
+    model = open_text_model(settings, device)
     stand_in = stand_in_rows(data, queries, model.dim, settings)
     key = {
         "kind": "text",
         "model": weights_key(model.encoder),
         "data": data.fingerprint(),
         "lengths": [model.length_of(role) for role in ("query", "document")],
+        "precision": model.precision,
         "prompts": model.prompts,
         "rows": _digest([queries, documents, stand_in]),
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from mmclip import distributed, metrics
 from mmclip.comparison import compare, verdicts
@@ -24,7 +23,8 @@ from mmclip.significance import against_first
 from mmclip.table_parts import make_console
 from mmclip.text_data import TextCollection, open_beir
 from mmclip.text_evaluation import evaluate_text, native_scoring
-from mmclip.text_model import TextModel, load_text_model
+from mmclip.text_model import TextModel
+from mmclip.text_open import open_text_model
 from mmclip.text_runs import (
     QRELS_FILE,
     RUN_ENDING,
@@ -81,17 +81,7 @@ def _evaluate(settings: TextEvaluateSettings, asked: str, collection: TextCollec
     where = output_folder(settings.output, default_output(folder, asked, collection.path, collection.split))
     for note in collection.notes:
         print(f"warning: {one_line(collection.path)}: {note}", file=sys.stderr)
-    model = load_text_model(
-        str(folder / "model") if folder else asked,
-        distributed.start(settings.device),
-        pooling=settings.pooling,
-        random_init=settings.random_init,
-        query_length=settings.query_length,
-        document_length=settings.document_length,
-        query_prompt=settings.query_prompt,
-        document_prompt=settings.document_prompt,
-        seed=settings.seed,
-    )
+    model = open_text_model(settings, distributed.start(settings.device))
     native, alpha = native_scoring(model)
     removed = f" ({', '.join(model.removed)} taken off)" if model.removed else ""
     print(
@@ -99,12 +89,10 @@ def _evaluate(settings: TextEvaluateSettings, asked: str, collection: TextCollec
         f"{len(collection.documents):,} documents of {one_line(collection.path)} [{one_line(collection.split, 60)}]",
         file=sys.stderr,
     )
-    half = settings.precision not in ("auto", "fp32")  # what only encodes takes its time, as evaluate.py does
-    with torch.autocast(model.encoder.device.type, dtype=torch.bfloat16, enabled=half):
-        query, document = (
-            model.encode(texts, role, settings.encode_batch_size)
-            for role, texts in (("query", collection.queries), ("document", collection.documents))
-        )
+    query, document = (
+        model.encode(texts, role, settings.encode_batch_size)
+        for role, texts in (("query", collection.queries), ("document", collection.documents))
+    )
     with progress_bar() as bar:
         task = bar.add_task("ranking", total=None, note="")
         done = evaluate_text(

@@ -29,7 +29,7 @@ from mmclip.similarity import Exponents, Normalization
 from mmclip.table_parts import column, gap, make_console, new_table, row
 from mmclip.text_data import QUERIES, TextCollection, open_beir
 from mmclip.text_evaluation import native_scoring
-from mmclip.text_model import load_text_model
+from mmclip.text_open import open_text_model, text_precision
 
 RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
 Json = dict[str, Any]
@@ -41,7 +41,7 @@ def run_rag(settings: RagSettings) -> Json:
     template = read_template(settings.prompt_file, PROMPT, (DOCUMENTS, QUESTION), "--prompt-file")
     closed = read_template(settings.closed_prompt_file, CLOSED_PROMPT, (QUESTION,), "--closed-prompt-file")
     device = distributed.start(settings.device)
-    half = settings.precision.startswith("amp_bf") or (settings.precision == "auto" and device.type == "cuda")
+    half = text_precision(settings.precision, device) != "fp32"
     collection = answerable(open_beir(settings.data, settings.split), settings.limit, settings.seed)
     if settings.top_k > len(collection.documents):
         raise UsageError(
@@ -61,7 +61,7 @@ def run_rag(settings: RagSettings) -> Json:
         print(f"note: {note}", file=sys.stderr)
     print(f"{len(collection.queries):,} queries of {one_line(collection.path)} [{one_line(collection.split, 60)}], "
           f"{len(collection.documents):,} documents -> {one_line(where)}", file=sys.stderr)  # fmt: skip
-    lists, native = _retrieve(settings, collection, device, half)
+    lists, native = _retrieve(settings, collection, device)
     results = {
         "model": settings.model,
         "native": {"gamma_q": float(native.gamma_q), "gamma_d": float(native.gamma_d)},
@@ -117,22 +117,17 @@ def answerable(collection: TextCollection, limit: int | None = None, seed: int =
 
 
 def _retrieve(
-    settings: RagSettings, collection: TextCollection, device: torch.device, half: bool
+    settings: RagSettings, collection: TextCollection, device: torch.device
 ) -> tuple[dict[str, Lists], Exponents]:
     """(each scoring's lists, native's exponents); the encoder is let go of before the reader's weights come."""
-    model = load_text_model(
-        str(settings.model), device, pooling=settings.pooling, random_init=settings.random_init,
-        query_length=settings.query_length, document_length=settings.document_length,
-        query_prompt=settings.query_prompt, document_prompt=settings.document_prompt, seed=settings.seed,
-    )  # fmt: skip
+    model = open_text_model(settings, device)
     native, _ = native_scoring(model)
     if model.removed:
         print(f"note: {', '.join(model.removed)} taken off the end of {one_line(settings.model)}", file=sys.stderr)
-    with torch.autocast(device.type, torch.bfloat16, enabled=half):
-        query, document = (
-            model.encode(texts, role, settings.encode_batch_size)
-            for texts, role in ((collection.queries, "query"), (collection.documents, "document"))
-        )
+    query, document = (
+        model.encode(texts, role, settings.encode_batch_size)
+        for texts, role in ((collection.queries, "query"), (collection.documents, "document"))
+    )
     del model
     gc.collect()
     asked = dict.fromkeys([COSINE, *(settings.scorings or SCORINGS)])

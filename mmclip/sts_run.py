@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from mmclip import distributed
 from mmclip.config_sts import AUTO, StsSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import one_line
 from mmclip.facts import versions
 from mmclip.files import write_text_atomically
 from mmclip.results import json_text
@@ -29,7 +28,9 @@ from mmclip.similarity import Exponents, Normalization, mean_length_factors
 from mmclip.sts import NATIVE, PairBootstrap, StsPairs, evaluate_sts, open_sts, scorings
 from mmclip.sts_tables import print_sts
 from mmclip.sts_train import Vectors, label_top, split_pairs, train_pairs, without_sentences_of
-from mmclip.text_model import TextModel, load_text_model
+from mmclip.text_evaluation import native_scoring
+from mmclip.text_model import TextModel
+from mmclip.text_open import open_text_model
 
 JSON_FILE, CSV_FILE, RUNS = "sts.json", "sts.csv", "runs"
 UNTRAINED = "untrained"
@@ -47,13 +48,9 @@ def run_sts(settings: StsSettings) -> Json:
     train, held = _pairs(settings)
     folder = Path(settings.output)
     folder.mkdir(parents=True, exist_ok=True)
-    model = load_text_model(
-        str(settings.model), device, pooling=settings.pooling, random_init=settings.random_init,
-        query_length=settings.query_length, document_length=settings.document_length,
-        query_prompt=settings.query_prompt, document_prompt=settings.document_prompt, seed=settings.seed,
-    )  # fmt: skip
+    model = open_text_model(settings, device)
     bootstrap = PairBootstrap(held.scores, held.groups, seed=settings.seed)
-    native = native_exponents(model)
+    native, _ = native_scoring(model)
     vectors = _encode(model, held, settings)
     before, scores = evaluate_sts(*vectors, held.scores, native, bootstrap)
     report: Json = {
@@ -80,21 +77,6 @@ def run_sts(settings: StsSettings) -> Json:
     print_sts(report)
     print(f"results: {one_line(folder / JSON_FILE)}")
     return report
-
-
-def native_exponents(model: TextModel) -> Exponents:
-    """The exponents that a model was trained with by its mmclip.json; else what sentence-transformers scores it by: dot
-    where it says so, or cosine. Errors: UsageError for exponents that are no numbers."""
-    if not model.facts:
-        name = "dot" if model.encoder.similarity_fn_name == "dot" else "cosine"
-        return Normalization(name).exponents
-    try:
-        found = Exponents(*(float(model.facts[name]) for name in Exponents._fields))
-    except (KeyError, TypeError, ValueError):
-        found = Exponents(math.nan, math.nan)
-    if not all(math.isfinite(gamma) for gamma in found):
-        raise UsageError(f"--model {one_line(model.name)}: its mmclip.json has no gamma_q and gamma_d that are numbers")
-    return found
 
 
 def _pairs(settings: StsSettings) -> tuple[StsPairs | None, StsPairs]:

@@ -160,7 +160,7 @@ def train_pairs(
     total = settings.epochs * math.ceil(len(pairs) / settings.batch_size)
     warmup = warmup_steps(settings.warmup, total)
     device = encoder.device
-    bf16 = settings.precision.startswith("amp") or (settings.precision == "auto" and device.type == "cuda")
+    bf16 = model.precision != "fp32"
     labels = torch.tensor(pairs.scores / label_top(pairs.scores), dtype=torch.float32, device=device)
     order = torch.Generator().manual_seed(seed)
     history: list[float] = []

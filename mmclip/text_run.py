@@ -21,7 +21,8 @@ from mmclip.results import RESULTS_FILE
 from mmclip.text_data import TextCollection, open_beir, require_beir
 from mmclip.text_finish import MODEL_FOLDER, Evaluations, finish, measure_start
 from mmclip.text_loss import CachedRoleRankingLoss, RoleRankingLoss, text_weights
-from mmclip.text_model import FACTS_FILE, TextModel, load_text_model
+from mmclip.text_model import FACTS_FILE, TextModel
+from mmclip.text_open import open_text_model
 from mmclip.text_pairs import TrainingPairs, hold_out
 from mmclip.text_places import evaluation_name, folder_and_split
 from mmclip.text_trainer import KEPT, TextTrainer, checkpoints
@@ -76,14 +77,7 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
                 print(f"{one_line(folder)}: this run is finished", file=sys.stderr)
             return folder
     data = open_data(settings, ranks)
-    amp = device.type == "cuda" if settings.precision == "auto" else settings.precision != "fp32"
-    model = load_text_model(
-        str(settings.model), device, pooling=settings.pooling, random_init=settings.random_init,
-        keep_normalize=settings.keep_normalize, query_length=settings.query_length,
-        document_length=settings.document_length, query_prompt=settings.query_prompt,
-        document_prompt=settings.document_prompt, seed=settings.seed,
-        precision="amp_bf16" if amp else "fp32",
-    )  # fmt: skip
+    model = open_text_model(settings, device, settings.keep_normalize)
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +95,7 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
     loss = build_loss(settings, model, data.pairs, ranks).to(device)
     per_epoch = len(data.pairs) // settings.batch_size // ranks
     total = min(settings.epochs * per_epoch, settings.max_steps or settings.epochs * per_epoch)
-    trainer = TextTrainer(settings, model, loss, data.pairs.dataset(), folder / "checkpoints", total, device, amp)
+    trainer = TextTrainer(settings, model, loss, data.pairs.dataset(), folder / "checkpoints", total, device)
     run = Run(settings, folder, model, trainer, data.held_out, per_epoch, there[-1] if there else None,
               data.pairs.n_negatives)  # fmt: skip
     if rank == 0:

@@ -70,7 +70,7 @@ class TextTrainer(SentenceTransformerTrainer):
     """The trainer; what it says and keeps is the run's own affair (``Run``)."""
 
     def __init__(self, settings: TextTrainSettings, model: TextModel, loss: RoleRankingLoss, dataset: Any,
-                 folder: Path, total_steps: int, device: torch.device, amp: bool) -> None:  # fmt: skip
+                 folder: Path, total_steps: int, device: torch.device) -> None:  # fmt: skip
         arguments = SentenceTransformerTrainingArguments(
             output_dir=str(folder),
             max_steps=total_steps,
@@ -81,7 +81,7 @@ class TextTrainer(SentenceTransformerTrainer):
             weight_decay=settings.wd,
             warmup_steps=settings.warmup,
             max_grad_norm=settings.grad_clip_norm,
-            bf16=amp,
+            bf16=model.precision != "fp32",
             seed=settings.seed,
             use_cpu=device.type == "cpu",
             dataloader_pin_memory=device.type == "cuda",

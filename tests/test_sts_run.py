@@ -16,7 +16,7 @@ from mmclip.config_sts import PAPER_SCALE, StsSettings, parse_sts
 from mmclip.errors import UsageError
 from mmclip.similarity import Direction, Normalization
 from mmclip.sts import StsPairs, open_sts, same_sentence
-from mmclip.sts_run import native_exponents, run_sts
+from mmclip.sts_run import run_sts
 from mmclip.sts_train import ResidualHead, RoleMSELoss, split_pairs, train_pairs, without_sentences_of
 from mmclip.text_model import TextModel, load_text_model
 from tests.tiny import ROOT, run_script
@@ -269,18 +269,6 @@ def test_the_script_scores_a_file_and_refuses_in_one_line(tiny_text: Path, file:
 def test_settings_refuse(file: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_sts([str(file) if a == "F" else a for a in arguments])
-
-
-def test_native_is_what_a_model_says(model: TextModel) -> None:
-    assert native_exponents(model) == (1, 1)
-    model.encoder.similarity_fn_name = "dot"
-    assert native_exponents(model) == (0, 0)
-    model.facts = {"gamma_q": 1, "gamma_d": 0.25}
-    assert native_exponents(model) == (1, 0.25)
-    for bad in ({"gamma_q": 1}, {"gamma_q": "x", "gamma_d": 0}, {"gamma_q": None, "gamma_d": float("nan")}):
-        model.facts = bad
-        with pytest.raises(UsageError, match=r"mmclip\.json has no gamma_q"):
-            native_exponents(model)
 
 
 def test_settings_import_nothing_heavy() -> None:

@@ -1,0 +1,44 @@
+"""A text model as a script's flags ask for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmclip.config_text import TextModelSettings
+from mmclip.text_model import ROLES, TextModel, load_text_model
+
+
+def text_precision(asked: str, device: torch.device) -> str:
+    """ "fp32" or "amp_bf16" of a --precision.
+
+    >>> text_precision("auto", torch.device("cpu")), text_precision("amp_bfloat16", torch.device("cpu"))
+    ('fp32', 'amp_bf16')
+    """
+    half = device.type == "cuda" if asked == "auto" else asked != "fp32"
+    return "amp_bf16" if half else "fp32"
+
+
+def open_text_model(settings: TextModelSettings, device: torch.device, keep_normalize: bool = False) -> TextModel:
+    """Texts are cut to what the flags say; else, for what mmclip trained, to what it was trained with. Errors:
+    UsageError, one line."""
+    model = load_text_model(
+        str(settings.model),
+        device,
+        pooling=settings.pooling,
+        random_init=settings.random_init,
+        keep_normalize=keep_normalize,
+        query_length=settings.query_length,
+        document_length=settings.document_length,
+        query_prompt=settings.query_prompt,
+        document_prompt=settings.document_prompt,
+        seed=settings.seed,
+        precision=text_precision(settings.precision, device),
+    )
+    trained: Any = model.facts.get("lengths")
+    for role in ROLES:
+        length = trained.get(role) if isinstance(trained, dict) else None
+        if model.lengths.get(role) is None and isinstance(length, int) and length > 0:
+            model.lengths[role] = length
+    return model
