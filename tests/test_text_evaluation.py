@@ -27,7 +27,7 @@ COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
 
 def collection_of(n_q: int = 12, n_d: int = 40, seed: int = 0, graded: bool = True, **changes) -> TextCollection:
     rng = np.random.default_rng(seed)
-    pairs = np.array([(q, d) for q in range(n_q) for d in rng.choice(n_d, rng.integers(1, 9), replace=False)])
+    pairs = np.array([(q, d) for q in range(n_q) for d in rng.choice(n_d, min(n_d, rng.integers(1, 9)), replace=False)])
     fields = {
         "path": "p",
         "split": "test",
