@@ -171,10 +171,13 @@ def _title_vectors(run: Run, collection: TextCollection) -> tuple[Tensor, Tensor
 # --- after the last ---------------------------------------------------------------------------------------------------
 
 
+def evaluation_name(root: Path | str, split: str) -> str:
+    """Of a data set's folder in evaluations/."""
+    return f"{Path(root).resolve().name}-{split}"
+
+
 def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluations: Evaluations) -> None:
     """Write model/, evaluate, write results.json and evaluations/. Rank 0 only."""
-    from mmclip.text_run import evaluation_name
-
     settings, native = run.settings, exponents_of(run.loss)
     seconds = run.seconds
     trained = text_facts(run.loss, settings)

@@ -19,7 +19,7 @@ from mmclip.errors import UsageError, one_line
 from mmclip.files import lock_folder, remove_partials, require_run_folder, require_space, write_text_atomically
 from mmclip.results import RESULTS_FILE
 from mmclip.text_data import TextCollection, open_beir, require_beir
-from mmclip.text_finish import MODEL_FOLDER, Evaluations, finish, measure_start
+from mmclip.text_finish import MODEL_FOLDER, Evaluations, evaluation_name, finish, measure_start
 from mmclip.text_loss import CachedRoleRankingLoss, RoleRankingLoss, text_weights
 from mmclip.text_model import FACTS_FILE, TextModel, load_text_model
 from mmclip.text_pairs import TrainingPairs, hold_out
@@ -166,10 +166,6 @@ def split_of(text: str) -> tuple[Path, str]:
     """
     folder, colon, split = text.rpartition(":")
     return (Path(folder), split) if colon and not Path(text).is_dir() else (Path(text), "test")
-
-
-def evaluation_name(root: Path | str, split: str) -> str:
-    return f"{Path(root).resolve().name}-{split}"
 
 
 def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
