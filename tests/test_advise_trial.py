@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,17 @@ from mmclip.retrieval import rank
 from mmclip.similarity import Direction
 
 DIM = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices of 16 columns: threads would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 QUICK = {"steps": 8, "batch": 24, "learning_rates": (1e-3,)}
 
 
