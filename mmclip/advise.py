@@ -1,4 +1,4 @@
-"""From a trial's numbers to an answer: which norm to train, or "can't tell". numpy only.
+"""From a trial's numbers to an answer: which norm to train, or "can't tell". No model and no data here.
 
 The rule was fixed on planted data, before any real number was seen. For each norm X other than cosine, over the same
 held-out queries and the same seeds, with 95% intervals over queries and seeds (mmclip.seed_bootstrap):
@@ -15,8 +15,9 @@ held-out queries and the same seeds, with 95% intervals over queries and seeds (
    one whose ``gain`` has the largest lower end; norms whose paired difference to it holds 0 are named beside it.
 3. Else cosine is recommended where every other norm's gain ends below the margin, a gain that does not matter: those
    whose interval lies below 0 are among them.
-4. Else: can't tell, and the smallest effect that these queries and seeds could show, ``DETECTABLE`` standard errors of
-   the paired difference (5% two-sided, power 80%), the largest of the norms'.
+4. Else: can't tell. Norms whose gain lies below 0 with its whole interval are ruled out and named; of the others the
+   smallest effect that these queries and seeds could show is told, ``DETECTABLE`` standard errors of the paired
+   difference (5% two-sided, power 80%), the largest of theirs.
 
 Told, and no part of the rule: ``trained``, by length less what the cosine head of the same seed, whose lengths no loss
 saw, gains when its dot products rank. Where it holds 0 the encoder's own lengths do as much as trained ones, and a
@@ -34,12 +35,12 @@ from numpy.typing import NDArray
 
 from mmclip import metrics
 from mmclip.seed_bootstrap import mean_samples, over_seeds
+from mmclip.significance import DETECTABLE
 
 NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
 OTHERS = NORMS[1:]
 CONTROLS = {"dot": "dnorm", "qnorm": "cosine", "learned": "cosine"}  # of the norms that keep documents' length
 MIN_QUERIES = 30
-DETECTABLE = 2.8
 CANNOT_TELL = "can't tell"
 
 Array = NDArray[Any]
@@ -123,7 +124,11 @@ def decide(
         why = f"no other norm can gain {margin:g} {metric}: the best case is {top}, at most {tops[top]:+.3f}"
         return report | {"answer": "cosine", "because": why, "sure": float((samples < margin).all(axis=0).mean())}
     gaining = [n for n in others if norms[n]["gain"]["ci"][0] > 0]
+    losing = [n for n in others if norms[n]["gain"]["ci"][1] < 0]
+    report["detectable"] = max(norms[n]["detectable"] for n in others if n not in losing)  # one is left: rule 3
     why = f"at most ±{report['detectable']:.3f} {metric} was detectable with {n_queries} queries and {n_seeds} seeds"
+    if losing:
+        why = f"cosine or {', '.join(n for n in others if n not in losing)}: {why}; {', '.join(losing)} ruled out"
     if gaining:
         why += f"; {', '.join(gaining)} gained, but not shown by length"
     return report | {"because": why}

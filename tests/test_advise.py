@@ -80,6 +80,15 @@ def test_it_cannot_tell_where_noise_hides_the_margin() -> None:
     )
 
 
+def test_what_loses_is_ruled_out_where_the_rest_cannot_be_told_apart() -> None:
+    report = decide(made({"dot": 0.2, "qnorm": 0.2}, noise=0.5), MARGIN)
+    assert report["answer"] == CANNOT_TELL
+    left = max(report["norms"][n]["gain"]["se"] for n in ("dnorm", "learned"))
+    assert report["detectable"] == pytest.approx(DETECTABLE * left)
+    assert report["because"].startswith(f"cosine or dnorm, learned: at most ±{DETECTABLE * left:.3f} ndcg@10")
+    assert report["because"].endswith("; dot, qnorm ruled out")
+
+
 def test_too_few_queries_or_too_few_that_are_answered_are_no_interval() -> None:
     few = made({"qnorm": 0.9}, queries=MIN_QUERIES - 1)
     assert decide(few, MARGIN)["answer"] == CANNOT_TELL
