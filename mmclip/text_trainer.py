@@ -105,6 +105,10 @@ class TextTrainer(SentenceTransformerTrainer):
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
         """No model card: it would look the base model up on the hub."""
 
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Without alpha and gamma: decay would pull gamma to one half."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.startswith("loss.")]
+
     def get_batch_sampler(self, dataset: Any, batch_size: int, drop_last: bool, *_: Any, **__: Any) -> EpochBatches:
         self.batches = EpochBatches(dataset, batch_size, drop_last, seed=self.args.seed)
         return self.batches

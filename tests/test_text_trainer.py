@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmclip.config_text_train import TextTrainSettings
+from mmclip.similarity import Direction
 from mmclip.text_model import TextModel, load_text_model
-from mmclip.text_trainer import EpochBatches, RoleCollator, checkpoints
-from tests.texts import WORDS, make_bert, make_decoder
+from mmclip.text_pairs import open_pairs
+from mmclip.text_run import build_loss
+from mmclip.text_trainer import EpochBatches, RoleCollator, TextTrainer, checkpoints
+from tests.texts import WORDS, make_beir, make_bert, make_decoder
 
 LONG = " ".join(WORDS[:40])
 ROWS = [
@@ -56,6 +60,23 @@ def test_an_epoch_has_every_pair_once_in_an_order_of_its_own() -> None:
 def test_two_ranks_batches_side_by_side_are_one_process_batch() -> None:
     small, large = list(EpochBatches(range(24), 4, True)), list(EpochBatches(range(24), 8, True))
     assert [a + b for a, b in zip(small[::2], small[1::2], strict=True)] == large
+
+
+def test_gamma_and_alpha_have_no_weight_decay_and_gamma_a_rate_of_its_own(tmp_path: Path) -> None:
+    data = make_beir(tmp_path / "data")
+    settings = TextTrainSettings(
+        model=str(make_bert(tmp_path / "bert")), train_data=str(data), norm="learned", learn_scale=True, wd=0.3, lr=1e-4,
+        gamma_lr=0.05,
+    )  # fmt: skip
+    model, pairs = load_text_model(str(settings.model)), open_pairs(data, "train")
+    loss = build_loss(settings, model, pairs, 1)
+    trainer = TextTrainer(settings, model, loss, pairs.dataset(), tmp_path / "checkpoints", 4, torch.device("cpu"))
+    groups = trainer.create_optimizer().param_groups
+    similarity = loss.loss.similarity
+    for parameter, rate in ((similarity.gamma_hat_q, 0.05), (similarity.logit_scale(Direction.Q2D), 1e-4)):
+        (group,) = [g for g in groups if any(p is parameter for p in g["params"])]
+        assert (group["weight_decay"], group["lr"]) == (0, rate)
+    assert {g["weight_decay"] for g in groups} == {0, 0.3}, "the encoder's matrices have it"
 
 
 def test_only_whole_checkpoints_are_found_the_newest_last(tmp_path: Path) -> None:
