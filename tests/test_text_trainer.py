@@ -65,8 +65,8 @@ def test_two_ranks_batches_side_by_side_are_one_process_batch() -> None:
 def test_gamma_and_alpha_have_no_weight_decay_and_gamma_a_rate_of_its_own(tmp_path: Path) -> None:
     data = make_beir(tmp_path / "data")
     settings = TextTrainSettings(
-        model=str(make_bert(tmp_path / "bert")), train_data=str(data), norm="learned", learn_scale=True, wd=0.3, lr=1e-4,
-        gamma_lr=0.05,
+        model=str(make_bert(tmp_path / "bert")), train_data=str(data), norm="learned", learn_scale=True,
+        wd=0.3, lr=1e-4, gamma_lr=0.05,
     )  # fmt: skip
     model, pairs = load_text_model(str(settings.model)), open_pairs(data, "train")
     loss = build_loss(settings, model, pairs, 1)
