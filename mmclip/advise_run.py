@@ -134,7 +134,7 @@ def lengths(data: Matched) -> Json:
         mean, square = sums[:, 0] / sums[:, 2], sums[:, 1] / sums[:, 2]
         cv = np.sqrt(np.maximum(square - mean**2, 0)) / np.maximum(mean, TINY)
         report[side] = {
-            "cv": float(x.std() / max(x.mean(), TINY)),
+            "cv": float(x.std(ddof=1) / max(x.mean(), TINY)) if len(x) > 1 else None,
             "ci": list(metrics.interval(cv)),
             "n": len(x),
             "reference": f"all encoded {side} vectors of the training split",

@@ -10,12 +10,20 @@ from mmclip.results import Results
 Json = dict[str, Any]
 
 
+def _called(run: Results) -> str:
+    """A model's name, and how it was trained: runs of one study start from one model."""
+    trained = run.json.get("trained_with") or {}
+    told = [str(trained[k]) for k in ("loss", "norm") if trained.get(k)]
+    told += [f"seed {run.seed}"] if run.seed is not None else []
+    return one_line(run.json.get("model"), 60) + (f" ({one_line(', '.join(told), 60)})" if told else "")
+
+
 def same_data(a: Results, b: Results) -> None:
     """Errors: UsageError naming both sides where two runs did not answer the same queries over the same candidates."""
     for key in ("fingerprint", "n_queries", "n_images", "n_texts", "n_documents"):
         left, right = a.json["data"].get(key), b.json["data"].get(key)
         if left != right:
-            names = [one_line(r.json.get("model"), 60) for r in (a, b)]
+            names = [_called(r) for r in (a, b)]
             raise UsageError(
                 f"runs over different data cannot be compared: {key} is {one_line(left, 60)} for {names[0]} and "
                 f"{one_line(right, 60)} for {names[1]}; evaluate both on the same data"

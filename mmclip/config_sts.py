@@ -72,8 +72,11 @@ class StsSettings(TextModelSettings):
     warmup: float = flag(
         0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=steps_or_fraction
     )
-    output: str = flag(
-        "logs/sts", RUN, "folder for sts.json, sts.csv and runs/, one file a run; what is there is kept", metavar="DIR"
+    output: str | None = flag(
+        None,
+        RUN,
+        "folder for sts.json, sts.csv and runs/, one file a run, which are kept [logs/sts/MODEL-DATA]",
+        metavar="DIR",
     )
 
     def __post_init__(self) -> None:

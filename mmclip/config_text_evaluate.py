@@ -57,6 +57,10 @@ class TextEvaluateSettings(TextModelSettings):
                 raise UsageError("--data is missing: a BEIR folder to evaluate the model on")
         elif self.run is None and not self.compare:
             raise UsageError("nothing to do: give --model and --data, --run with TREC files, or --compare with runs")
+        if self.model is None:
+            for name in ("output", "fisher"):
+                if getattr(self, name):
+                    raise UsageError(f"--{name} needs --model: finished runs and run files are compared as they are")
         require(self, ("run_depth",), "a whole number of at least 0", lambda v: v >= 0)
         require(self, ("block_bytes",), f"a whole number of at least {2**20}", lambda v: v >= 2**20)
         if self.run and self.data is None:

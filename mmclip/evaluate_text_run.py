@@ -24,7 +24,7 @@ from mmclip.table_parts import make_console
 from mmclip.text_data import TextCollection, open_beir
 from mmclip.text_evaluation import evaluate_text, native_scoring
 from mmclip.text_model import TextModel
-from mmclip.text_open import open_text_model
+from mmclip.text_open import encoding, open_text_model
 from mmclip.text_runs import (
     QRELS_FILE,
     RUN_ENDING,
@@ -125,11 +125,8 @@ def _about(settings: TextEvaluateSettings, asked: str, model: TextModel) -> Json
     return {
         "model": asked,
         "weights": "random" if settings.random_init else "loaded",
-        "encoding": {
-            "tokens": {role: model.length_of(role) for role in ("query", "document")},
-            "prompts": dict(model.prompts),
-            "removed": list(model.removed),
-        },
+        "notes": list(model.notes),
+        **encoding(model),
         "trained_with": dict(model.facts),
         "versions": versions(),
     }

@@ -22,6 +22,7 @@ from mmclip.config_sts import AUTO, StsSettings
 from mmclip.errors import one_line
 from mmclip.facts import versions
 from mmclip.files import write_text_atomically
+from mmclip.outputs import flat, output_folder
 from mmclip.results import json_text
 from mmclip.seed_bootstrap import over_seeds
 from mmclip.similarity import Exponents, Normalization, mean_length_factors
@@ -46,8 +47,8 @@ def run_sts(settings: StsSettings) -> Json:
     """Everything that sts.py does; what sts.json holds. Errors: UsageError, one line."""
     device = distributed.start(settings.device)
     train, held = _pairs(settings)
-    folder = Path(settings.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    about = f"{Path(str(settings.model)).name}-{Path(str(settings.train or settings.data)).stem}"
+    folder = output_folder(settings.output, Path("logs") / "sts" / flat(about))
     model = open_text_model(settings, device)
     bootstrap = PairBootstrap(held.scores, held.groups, seed=settings.seed)
     native, _ = native_scoring(model)

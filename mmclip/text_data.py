@@ -98,6 +98,7 @@ def open_beir(folder: str | Path, split: str) -> TextCollection:
         unknown += sum(d not in row_of for d in ids)
         if found := sorted({row_of[d] for d in ids if d in row_of}):
             collection.excluded[row] = found
+    _require_findable(collection)
     if any("answers" in queries[q] for q in asked):
         collection.answers = [_answers(queries[q], root / QUERIES, q) for q in asked]
     collection.notes = _notes(collection, unasked, unknown)
@@ -250,6 +251,16 @@ def _excluded(query: dict[str, Any], path: Path, name: str) -> list[str]:
     return [] if ids == ["N/A"] else [str(d) for d in ids]
 
 
+def _require_findable(collection: TextCollection) -> None:
+    """Errors: UsageError for a relevant document that its query excludes: no ranking could have it."""
+    for q, d in collection.pairs.tolist():
+        if d in collection.excluded.get(q, ()):
+            query, document = one_line(collection.query_ids[q], 60), one_line(collection.document_ids[d], 60)
+            raise UsageError(
+                f"{one_line(collection.path)}: query {query!r} excludes document {document!r}, which is judged relevant"
+            )
+
+
 def _answers(query: dict[str, Any], path: Path, name: str) -> list[str]:
     answers = query.get("answers", [])
     if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
@@ -271,7 +282,4 @@ def _notes(collection: TextCollection, unasked: int, unknown: int) -> list[str]:
         notes.append(f"{blank} quer{'y' if blank == 1 else 'ies'} without a word asked like all others")
     if unknown:
         notes.append(f"{unknown} excluded id{'s' * (unknown > 1)} not in {CORPUS}")
-    out = sum(d in collection.excluded.get(q, ()) for q, d in collection.pairs.tolist())
-    if out:
-        notes.append(f"{out} judgment{'s' * (out > 1)} of a document that its query excludes: it cannot be found")
     return notes

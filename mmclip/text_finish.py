@@ -28,9 +28,11 @@ from mmclip.similarity import TINY, Direction, mean_length_factors
 from mmclip.text_data import TextCollection
 from mmclip.text_evaluation import evaluate_text
 from mmclip.text_loss import text_facts
-from mmclip.text_model import COSINE_LIKE, ROLES, TextModel, save_text_model
+from mmclip.text_model import COSINE_LIKE, TextModel, save_text_model
+from mmclip.text_open import encoding
 from mmclip.text_pairs import TrainingPairs
 from mmclip.text_places import EVALUATIONS, evaluation_name
+from mmclip.text_trainer import require_finite
 from mmclip.text_training import Run, exponents_of
 
 MODEL_FOLDER = "model"
@@ -65,9 +67,7 @@ def about(settings: TextTrainSettings, run: Run, pairs: TrainingPairs, steps: in
     model = run.model
     return {
         "model": settings.model,
-        "removed": model.removed,
-        "lengths": {role: model.length_of(role) for role in ROLES},
-        "prompts": {role: model.prompts.get(role, "") for role in ROLES},
+        **encoding(model),
         "seed": settings.seed,
         "steps": steps,
         "versions": versions(),
@@ -179,6 +179,7 @@ def _title_vectors(run: Run, collection: TextCollection) -> tuple[Tensor, Tensor
 
 def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluations: Evaluations) -> None:
     """Write model/, evaluate, write results.json and evaluations/. Rank 0 only."""
+    require_finite(run.model.encoder, run.step)
     settings, native = run.settings, exponents_of(run.loss)
     seconds = run.seconds
     trained = text_facts(run.loss, settings)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
 from mmclip.config_text import TextModelSettings
+from mmclip.errors import one_line
 from mmclip.text_model import ROLES, TextModel, load_text_model
 
 
@@ -21,8 +23,8 @@ def text_precision(asked: str, device: torch.device) -> str:
 
 
 def open_text_model(settings: TextModelSettings, device: torch.device, keep_normalize: bool = False) -> TextModel:
-    """Texts are cut to what the flags say; else, for what mmclip trained, to what it was trained with. Errors:
-    UsageError, one line."""
+    """Texts are cut to what the flags say; else, for what mmclip trained, to what it was trained with. What a person
+    should know of the model goes to stderr. Errors: UsageError, one line."""
     model = load_text_model(
         str(settings.model),
         device,
@@ -41,4 +43,15 @@ def open_text_model(settings: TextModelSettings, device: torch.device, keep_norm
         length = trained.get(role) if isinstance(trained, dict) else None
         if model.lengths.get(role) is None and isinstance(length, int) and length > 0:
             model.lengths[role] = length
+    for note in model.notes:
+        print(f"warning: {one_line(model.name)}: {one_line(note)}", file=sys.stderr)
     return model
+
+
+def encoding(model: TextModel) -> dict[str, Any]:
+    """How texts became vectors, as results.json and mmclip.json have it: {"removed", "lengths", "prompts"}."""
+    return {
+        "removed": list(model.removed),
+        "lengths": {role: model.length_of(role) for role in ROLES},
+        "prompts": {role: model.prompts.get(role, "") for role in ROLES},
+    }

@@ -74,7 +74,11 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
         check_settings(folder / CONFIG_FILE, settings.to_dict())
         if is_finished(settings, folder):
             if rank == 0:
-                print(f"{one_line(folder)}: this run is finished", file=sys.stderr)
+                print(
+                    f"{one_line(folder)}: this run is finished; scripts/evaluate_text.py --model {one_line(folder)} "
+                    "evaluates it on further data",
+                    file=sys.stderr,
+                )
             return folder
     data = open_data(settings, ranks)
     model = open_text_model(settings, device, settings.keep_normalize)
@@ -99,7 +103,8 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
     run = Run(settings, folder, model, trainer, data.held_out, per_epoch, there[-1] if there else None,
               data.pairs.n_negatives)  # fmt: skip
     if rank == 0:
-        write_text_atomically(folder / CONFIG_FILE, yaml.safe_dump(settings.to_dict(), sort_keys=False))
+        every = settings.to_dict() | {"name": folder.name, "resume": None}
+        write_text_atomically(folder / CONFIG_FILE, yaml.safe_dump(every, sort_keys=False))
         _introduce(settings, run, data)
     evaluations = Evaluations(settings, model)
     if settings.measure_start and rank == 0:
@@ -110,7 +115,7 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
         if rank == 0:
             print(
                 f"stopped by {signal.Signals(signum).name} after step {run.step} of {run.total}, saved: continue with "
-                f"--name {one_line(folder.name)} --resume latest",
+                f"--config {one_line(folder / CONFIG_FILE)} --resume latest",
                 file=sys.stderr,
             )
         raise SystemExit(128 + signum)
@@ -177,7 +182,7 @@ def _introduce(settings: TextTrainSettings, run: Run, data: TextRunData) -> None
     model, said = run.model, [f"{settings.loss} loss, {settings.norm} normalization -> {one_line(run.folder)}"]
     watched = f"{len(data.held_out.queries)} queries held out and watched" if data.held_out else "no queries watched"
     said.append(f"{len(data.pairs):,} training pairs of {one_line(settings.train_data)}; {watched}")
-    said += [one_line(note) for note in [*data.pairs.notes, *model.notes]]
+    said += [one_line(note) for note in data.pairs.notes]
     said += [f"{one_line(c.path)} [{one_line(c.split)}]: {one_line(note)}" for c in data.val for note in c.notes]
     if model.removed:
         rows = model.encode(data.pairs.dataset()[:64]["positive"], "document", settings.encode_batch_size, False)

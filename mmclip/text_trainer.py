@@ -18,10 +18,10 @@ import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from transformers import PrinterCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from mmclip.config_text_train import TextTrainSettings
-from mmclip.errors import UsageError
+from mmclip.errors import UsageError, one_line
 from mmclip.files import write_atomically
 from mmclip.text_loss import RoleRankingLoss, load_loss, save_loss
 from mmclip.text_model import TextModel
@@ -119,13 +119,14 @@ class TextTrainer(SentenceTransformerTrainer):
         self.step_loss = found.detach()
         if not bool(self.step_loss.isfinite()):
             raise UsageError(
-                f"step {self.state.global_step + 1}: the loss is not finite; the last checkpoint stays. Try a lower "
-                "--lr, or --logit-scale-init with --norm dot"
+                f"step {self.state.global_step + 1}: the loss is not finite, and nothing is saved of it. Try a lower "
+                "--lr, or --logit-scale-init with --norm dot, in a run of another --name"
             )
         return found
 
     def save_checkpoint(self, progress: dict[str, Any]) -> Path:
         """checkpoint-STEP, whole or not at all; all but the newest are dropped. Rank 0 only."""
+        require_finite(self.model, self.state.global_step)
         self.folder.mkdir(parents=True, exist_ok=True)
 
         def write(partial: Path) -> None:
@@ -143,9 +144,46 @@ class TextTrainer(SentenceTransformerTrainer):
         return path
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with quiet():
-            super()._load_from_checkpoint(resume_from_checkpoint)
-        load_loss(self.role_loss, resume_from_checkpoint)
+        """Errors: UsageError, one line, for a file that is not whole."""
+        path = Path(resume_from_checkpoint)
+        try:
+            with quiet():
+                super()._load_from_checkpoint(resume_from_checkpoint)
+            load_loss(self.role_loss, resume_from_checkpoint)
+            torch.load(path / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)  # it is loaded later
+        except Exception as error:  # damaged files of every kind mean the same
+            raise damaged(path, error) from None
+
+
+def progress_of(checkpoint: Path, ranks: int) -> dict[str, Any]:
+    """What a checkpoint says of its run. Errors: UsageError for a damaged one, or another number of processes."""
+    try:
+        progress: dict[str, Any] = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
+        step, _, before = int(progress["step"]), float(progress["seconds"]), int(progress["ranks"])
+    except Exception as error:  # nothing of it is what was written
+        raise damaged(checkpoint, error) from None
+    if before != ranks:
+        raise UsageError(
+            f"{one_line(checkpoint)}: the run had {before} processes at step {step}, now there are {ranks}"
+        )
+    return progress
+
+
+def damaged(checkpoint: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"{one_line(checkpoint)}: a damaged checkpoint ({one_line(error, 120)}): remove that folder, and the same "
+        "command goes on from the one before it"
+    )
+
+
+def require_finite(model: Any, step: int) -> None:
+    """Errors: UsageError for weights that are no numbers: such a model is no result, and no state to go on from."""
+    bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
+    if bad:
+        raise UsageError(
+            f"step {step}: weights that are not finite ({len(bad)} tensors, the first {one_line(bad[0], 80)}); nothing "
+            "is saved of it. Try a lower --lr, in a run of another --name"
+        )
 
 
 def checkpoints(folder: Path) -> list[Path]:

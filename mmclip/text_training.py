@@ -30,7 +30,7 @@ from mmclip.text_data import TextCollection
 from mmclip.text_evaluation import quick_numbers
 from mmclip.text_loss import RoleRankingLoss
 from mmclip.text_model import TextModel
-from mmclip.text_trainer import PROGRESS_FILE, TextTrainer
+from mmclip.text_trainer import TextTrainer, progress_of
 
 ALARM = 1000  # why a run stops, where it is no signal's number: an alarm under --strict
 WATCHED = "ndcg@10"
@@ -62,7 +62,7 @@ class Run(TrainerCallback):
         self.loss = trainer.role_loss
         self.rank, self.ranks = distributed.world()
         self.total = trainer.args.max_steps
-        progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")) if checkpoint else {}
+        progress = progress_of(checkpoint, self.ranks) if checkpoint else {}
         self.step: int = progress.get("step", 0)
         self.saved = self.step
         self.before: float = progress.get("seconds", 0.0)

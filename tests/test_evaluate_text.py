@@ -84,11 +84,9 @@ def test_a_model_is_evaluated_and_its_files_say_what_the_table_says(folder: Path
     assert "(Normalize taken off)" in done.stderr
     assert "nDCG@10" in done.stdout and "native = cosine = dnorm" in done.stdout and "60 documents" in done.stdout
     results = load_results(tmp_path)
-    assert results.json["encoding"] == {
-        "tokens": {"query": 8, "document": 32},
-        "prompts": {"query": "", "document": ""},
-        "removed": ["Normalize"],
-    }
+    assert results.json["lengths"] == {"query": 8, "document": 32}
+    assert results.json["prompts"] == {"query": "", "document": ""}
+    assert results.json["removed"] == ["Normalize"] and results.json["notes"] == []
     assert results.json["evaluation"]["native"] == {"gamma_q": 1.0, "gamma_d": 1.0}
     numbers = results.json["retrieval"]["q2d"]
     assert numbers["cosine"]["success@10"] > 0.2  # random weights, words in common: above the 10 of 60 of chance

@@ -47,12 +47,14 @@ def collections(draw: st.DrawFn) -> dict[str, Any]:
     pairs = st.tuples(st.sampled_from(sorted(queries)), st.sampled_from(sorted(documents)))
     judged = draw(st.dictionaries(pairs, st.sampled_from([-1, 0, 1, 2, 0.5]), min_size=1, max_size=12))
     excluded = draw(st.dictionaries(st.sampled_from(sorted(queries)), st.lists(st.sampled_from(sorted(documents)))))
+    # what is relevant may not be excluded, and an empty list would read as "none"
+    excluded = {q: [d for d in found if judged.get((q, d), 0) <= 0] for q, found in excluded.items()}
     return {"queries": queries, "documents": documents, "judged": judged, "excluded": excluded}
 
 
 def write(folder: Path, made: dict[str, Any], end: str, header: bool, last: bool) -> Path:
     queries = [
-        {"_id": q, "text": t, "excluded_ids": made["excluded"].get(q, ["N/A"])} for q, t in made["queries"].items()
+        {"_id": q, "text": t, "excluded_ids": made["excluded"].get(q) or ["N/A"]} for q, t in made["queries"].items()
     ]
     documents = [{"_id": d, "title": a, "text": b} for d, (a, b) in made["documents"].items()]
     rows = [f"{q}\t{d}\t{score}" for (q, d), score in made["judged"].items()]
@@ -131,15 +133,15 @@ def test_empty_documents_and_judgments_of_nothing_are_noted(beir: Path) -> None:
 
 
 def test_excluded_ids_and_answers_follow_their_query(beir: Path) -> None:
-    change(beir / "queries.jsonl", 1, '{"_id": "q0", "text": "a", "excluded_ids": ["d5", "gone", "d4", "d0"]}')
+    change(beir / "queries.jsonl", 1, '{"_id": "q0", "text": "a", "excluded_ids": ["d5", "gone", "d4"]}')
     change(beir / "queries.jsonl", 2, '{"_id": "q1", "text": "b", "excluded_ids": ["N/A"], "answers": ["x", "y"]}')
     found = open_beir(beir, "test")
-    assert found.excluded == {0: [0, 4, 5]}
+    assert found.excluded == {0: [4, 5]}
     assert found.answers is not None and found.answers[:2] == [[], ["x", "y"]]
-    assert found.notes == [
-        "1 excluded id not in corpus.jsonl",
-        "1 judgment of a document that its query excludes: it cannot be found",
-    ]
+    assert found.notes == ["1 excluded id not in corpus.jsonl"]
+    change(beir / "queries.jsonl", 1, '{"_id": "q0", "text": "a", "excluded_ids": ["d0"]}')
+    with pytest.raises(UsageError, match="query 'q0' excludes document 'd0', which is judged relevant"):
+        open_beir(beir, "test")
 
 
 def fingerprint_of(folder: Path) -> str:

@@ -63,7 +63,7 @@ def make(beir: Path, bert: Path, tmp_path: Path) -> Make:
 def test_faults_of_data_are_told_before_a_model_loads(
     make: Make, beir: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(text_run, "load_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(text_run, "open_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
     if "val_data" in changed:
         changed = {"val_data": [text.replace("BEIR", str(beir)) for text in changed["val_data"]]}
     with pytest.raises(UsageError) as error:
@@ -75,7 +75,7 @@ def test_faults_of_data_are_told_before_a_model_loads(
 def test_a_split_without_a_judgment_is_told_before_a_model_loads(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_run, "load_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(text_run, "open_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
     folder = make_beir(tmp_path / "beir", splits=("train", "test"))
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t0\n", encoding="utf-8")
     with pytest.raises(UsageError, match="no query with a relevant document"):
@@ -162,5 +162,34 @@ def test_normalize_stays_where_it_is_asked_for(make: Make) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(make: Make) -> None:
-    with pytest.raises(UsageError, match=r"^step \d+: the loss is not finite; the last checkpoint stays"):
+    with pytest.raises(UsageError, match=r"^step \d+: the loss is not finite, and nothing is saved of it"):
         train_text(make(norm="dot", lr=1e30, warmup=0, epochs=8, val_data=None, watch_queries=0, grad_clip_norm=0))
+
+
+def test_weights_that_are_not_finite_are_no_result(make: Make) -> None:
+    with pytest.raises(UsageError, match=r"^step 1: weights that are not finite \(\d+ tensors, the first "):
+        train_text(make(norm="dot", lr=1e38, warmup=0, max_steps=1, val_data=None, watch_queries=0))
+    assert not list(Path(make().logs).glob("*/model")) and not list(Path(make().logs).glob("*/checkpoints/check*"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("mmclip_run.json", b'{"step": 2', "a damaged checkpoint"),
+        ("model.safetensors", b"\0" * 64, "a damaged checkpoint"),
+        ("optimizer.pt", b"\x80\x02", "a damaged checkpoint"),
+        ("mmclip_run.json", b'{"step": 2, "seconds": 1.0, "ranks": 2}', "the run had 2 processes at step 2, now there"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(
+    make: Make, monkeypatch: pytest.MonkeyPatch, file: str, content: bytes, told: str
+) -> None:
+    settings = make(max_steps=2, val_data=None, watch_queries=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("mmclip.text_run.finish", lambda *_: None)  # killed before the model was saved
+        folder = train_text(settings)
+    (checkpoint,) = (folder / "checkpoints").glob("checkpoint-2")
+    (found,) = [p for p in (checkpoint / file, checkpoint / "0_Transformer" / file) if p.is_file()]
+    found.write_bytes(content)
+    with pytest.raises(UsageError, match=f"checkpoint-2: {told}"):
+        train_text(make(**settings.to_dict() | {"resume": "latest"}))
