@@ -166,9 +166,9 @@ def test_training_lowers_the_loss_and_the_seed_says_all(
     tiny_text: Path, file: Path, tmp_path: Path, head: bool
 ) -> None:
     pairs = open_sts(file)
-    about = settings(tiny_text, file, tmp_path, epochs=4, scale=1.0, lr=5e-3, head_only=head)
+    about = settings(tiny_text, file, tmp_path, epochs=3, scale=1.0, lr=1e-2, head_only=head)
     found = []
-    for seed in (1, 1, 2):
+    for seed in (1, 2, 1):
         model = load_text_model(str(tiny_text))
         start = {k: v.clone() for k, v in model.encoder.state_dict().items()}
         vectors = model.encode(pairs.first, "query").double(), model.encode(pairs.second, "document").double()
@@ -178,8 +178,8 @@ def test_training_lowers_the_loss_and_the_seed_says_all(
         assert moved != head
         assert (layer is not None) == head
         assert loss.alpha == pytest.approx(1)
-    assert found[0] == found[1] != found[2]
-    assert np.mean(found[0][-4:]) < 0.7 * np.mean(found[0][:2])
+    assert found[0] == found[2] != found[1]
+    assert np.mean(found[0][-4:]) < 0.8 * np.mean(found[0][:2])
 
 
 def test_a_head_begins_as_none() -> None:
