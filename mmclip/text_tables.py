@@ -124,6 +124,22 @@ def print_text_run(results: Results, name: str | None = None, console: Console |
         console.print(Text(note, style="dim"))
 
 
+def encoded_unlike(runs: Mapping[str, Results]) -> str | None:
+    """What runs differ in beside their weights: the same texts, cut or prompted otherwise. None where they do not."""
+    how = {}
+    for name, run in runs.items():
+        tokens, prompts = run.json.get("lengths") or {}, run.json.get("prompts") or {}
+        how[name] = ", ".join(
+            f"{role} {tokens.get(role, 'not told')} tokens" + (f" after {prompts[role]!r}" if prompts.get(role) else "")
+            for role in ("query", "document")
+        )
+    if len(set(how.values())) < 2:
+        return None
+    return "not encoded alike, which is part of the differences: " + "; ".join(
+        f"{one_line(name, 40)}: {one_line(told, 120)}" for name, told in how.items()
+    )
+
+
 def print_text_comparison(
     runs: Mapping[str, Results], verdicts: Iterable[Json] = (), console: Console | None = None
 ) -> None:
@@ -134,6 +150,8 @@ def print_text_comparison(
     console = console or make_console()
     console.print(text_runs_table(runs))
     console.print(Text(_PAIRED, style="dim"))
+    if told := encoded_unlike(runs):
+        console.print(Text(told + "\n"))
     console.print(text_lengths_table(runs))
     for found in verdicts:
         print_verdict(found, console)

@@ -80,6 +80,17 @@ def test_a_comparison_shows_difference_p_and_what_could_be_seen() -> None:
         significance({"a": runs["first"], "b": alien})
 
 
+def test_texts_that_were_cut_otherwise_are_told() -> None:
+    runs = {name: run_of(seed=i) for i, name in enumerate(("a", "b"))}
+    for run, length in zip(runs.values(), (64, 256), strict=True):
+        run.json |= {"lengths": {"query": 64, "document": length}, "prompts": {"query": "", "document": ""}}
+    assert "b: query 64 tokens, document 256 tokens" in " ".join(shown(runs, of=print_text_comparison).split())
+    runs["b"].json["lengths"]["document"] = 64
+    assert "not encoded alike" not in shown(runs, of=print_text_comparison)
+    runs["b"].json["prompts"]["query"] = "ask: "
+    assert "after 'ask: '" in shown(runs, of=print_text_comparison)
+
+
 def test_run_files_are_shown_beside_the_first() -> None:
     rates = dict.fromkeys(("ndcg@10", "recall@100", "mrr@10", "success@1"), (0.5, 0.4, 0.6))
     versus = against_first([np.array([0.0, 0.5, 1.0]), np.array([0.5, 0.5, 1.0])])
