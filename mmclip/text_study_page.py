@@ -104,12 +104,17 @@ def _runs(rows: Rows) -> Table:
     return page_table("runs", "arm, seed", told, columns)
 
 
+RATIOS = ("TX6", "TX9")  # claims about a ratio, which is 1 where there is no effect
+
+
 def _claims(rows: Rows) -> Table:
     told = []
     for r in rows:
         kind = {YES: "up", REFUTED: "down"}.get(r["verdict"], "")
         cells = [Cell(r["verdict"], kind=kind), text_cell(r["norm"]), text_cell(r["data"])]
-        cells += [estimate_cell(r, "value", signed=True), _plain(r["smallest_effect"]), _plain(r["paper"])]
+        ratio = r["claim"] in RATIOS
+        value = estimate_cell(r, "value", signed=not ratio, around=1.0 if ratio else 0.0)
+        cells += [value, _plain(r["smallest_effect"]), _plain(r["paper"])]
         cells.append(text_cell(r["counts"] or r["reason"], 300))
         told.append((r["claim"], r["statement"], cells))
     columns = ["verdict", "norm", "data", "value", "smallest detectable", "the paper", "beside it"]
