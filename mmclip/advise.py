@@ -15,9 +15,8 @@ held-out queries and the same seeds, with 95% intervals over queries and seeds (
    one whose ``gain`` has the largest lower end; norms whose paired difference to it holds 0 are named beside it.
 3. Else cosine is recommended where every other norm's gain ends below the margin, a gain that does not matter: those
    whose interval lies below 0 are among them.
-4. Else: can't tell. Norms whose gain lies below 0 with its whole interval are ruled out and named; of the others the
-   smallest effect that these queries and seeds could show is told, ``DETECTABLE`` standard errors of the paired
-   difference (5% two-sided, power 80%), the largest of theirs.
+4. Else: can't tell, and the smallest effect that these queries and seeds could show, ``DETECTABLE`` standard errors of
+   the paired difference (5% two-sided, power 80%), the largest of the norms that may still gain the margin.
 
 Told, and no part of the rule: ``trained``, by length less what the cosine head of the same seed, whose lengths no loss
 saw, gains when its dot products rank. Where it holds 0 the encoder's own lengths do as much as trained ones, and a
@@ -106,7 +105,7 @@ def decide(
     options: Any = {"resamples": resamples, "seed": seed}
     norms = compare(values, **options)
     others = [norm for norm in norms if norm != "cosine"]
-    report |= {"norms": norms, "detectable": max(norms[n]["detectable"] for n in others)}
+    report["norms"] = norms
     able = [norm for norm in others if _recommended(norms[norm])]
     if able:
         best = max(able, key=lambda n: norms[n]["gain"]["ci"][0])
@@ -123,13 +122,13 @@ def decide(
         samples = np.stack([_samples(values[n]["native"] - values["cosine"]["native"], **options) for n in others])
         why = f"no other norm can gain {margin:g} {metric}: the best case is {top}, at most {tops[top]:+.3f}"
         return report | {"answer": "cosine", "because": why, "sure": float((samples < margin).all(axis=0).mean())}
-    gaining = [n for n in others if norms[n]["gain"]["ci"][0] > 0]
-    losing = [n for n in others if norms[n]["gain"]["ci"][1] < 0]
-    report["detectable"] = max(norms[n]["detectable"] for n in others if n not in losing)  # one is left: rule 3
+    still = [n for n in others if tops[n] >= margin]
+    report["detectable"] = max(norms[n]["detectable"] for n in still)
     why = f"at most ±{report['detectable']:.3f} {metric} was detectable with {n_queries} queries and {n_seeds} seeds"
-    if losing:
-        why = f"cosine or {', '.join(n for n in others if n not in losing)}: {why}; {', '.join(losing)} ruled out"
-    if gaining:
+    if len(still) < len(others):
+        out = ", ".join(n for n in others if n not in still)
+        why += f"; {', '.join(still)} may gain {margin:g} (at most {tops[top]:+.3f}), {out} cannot"
+    if gaining := [n for n in still if norms[n]["gain"]["ci"][0] > 0]:
         why += f"; {', '.join(gaining)} gained, but not shown by length"
     return report | {"because": why}
 

@@ -114,7 +114,8 @@ The rule, fixed before any number is seen; a difference counts where its 95% int
      (the same with documents normalized) and its own vectors ranked by cosine: length helps, and not luck. Of several,
      the one whose gain over cosine is the most certain; those that cannot be told from it are named.
   3. Else cosine, where no other norm can gain --margin or more.
-  4. Else can't tell: norms that lose are named, and of the others the smallest effect that could have been seen.
+  4. Else can't tell: norms that cannot gain --margin are named, and for the others the smallest effect that could
+     have been seen.
 Lengths' CV, zero-shot scorings and Fisher condition numbers are shown as evidence and take no part in the rule.
 
 Not covered: training the encoder itself. Heads on frozen vectors cannot give a length what the encoder threw away."""
