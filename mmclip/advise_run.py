@@ -118,7 +118,12 @@ def _trial(
     with progress_bar() as bar:
         task = bar.add_task("trial: heads", total=total, note="")
         print(f"trial: {total} heads of at most {trial.steps} steps", file=sys.stderr, flush=True)
-        values, chosen = run_trial(data, judged, rest, trial, lambda: bar.advance(task))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # thousands of small products: where cores are shared, threads wait for each other
+        try:
+            values, chosen = run_trial(data, judged, rest, trial, lambda: bar.advance(task))
+        finally:
+            torch.set_num_threads(threads)
     options: Any = {"metric": trial.metric, "seed": settings.seed}
     return {name: decide(values[name], settings.margin, **options) for name in names}, chosen
 
