@@ -1,8 +1,8 @@
 """From a trial's numbers to an answer: which norm to train, or "can't tell". No model and no data here.
 
-The rule was fixed on planted data, before any real number was seen; after the
-first ones only the words of "can't tell" changed. For each norm X other than cosine, over the same
-held-out queries and the same seeds, with 95% intervals over queries and seeds (mmclip.seed_bootstrap):
+The rule was fixed on planted data, before any real number was seen; after the first ones only the words of "can't tell"
+changed. For each norm X other than cosine, over the same held-out queries and the same seeds, with 95% intervals over
+queries and seeds (mmclip.seed_bootstrap):
 
     gain           native(X) - native(cosine): what training X instead of cosine changes
     over control   native(X) - native(X's control), which is X but for documents that are normalized, of the same seed:
