@@ -173,7 +173,7 @@ def test_what_is_wrong_is_told_before_a_model_loads(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("mmclip.rag_run.load_text_model", load)
+    monkeypatch.setattr("mmclip.rag_run.open_text_model", load)
     monkeypatch.setattr("mmclip.rag_reader._weights", load)
     with pytest.raises(UsageError, match=told) as error:
         run_rag(parse_rag([*asked(root), "--output", str(tmp_path / "out"), *flags]))
