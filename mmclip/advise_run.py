@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from mmclip.config_advise import AdviseSettings
 from mmclip.errors import UsageError, one_line
 from mmclip.files import write_text_atomically
 from mmclip.fisher_report import PER_DIMENSION, fisher_report
+from mmclip.outputs import flat, output_folder
 from mmclip.results import json_text
 from mmclip.runlog import progress_bar
 from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_length_factors
@@ -40,7 +40,8 @@ Json = dict[str, Any]
 def advise(settings: AdviseSettings) -> Json:
     """Everything that advise.py does; returns the content of advise.json. Errors: UsageError, one line."""
     began = time.monotonic()
-    folder = _folder(settings)
+    about = "-".join(flat(Path(str(x)).name) for x in (settings.model, settings.data))
+    folder = output_folder(settings.output, Path("logs") / "advice" / about)
     encoded = encode(settings, folder)
     seconds = {"encode": time.monotonic() - began}
     directions = _directions(settings.asked)
@@ -92,17 +93,6 @@ def _directions(asked: str) -> dict[Direction, float]:
     if asked == "both":
         return {Direction.I2T: 0.5, Direction.T2I: 0.5}
     return {Direction(asked): 1.0}
-
-
-def _folder(settings: AdviseSettings) -> Path:
-    """--output, made before the work. Errors: UsageError."""
-    names = [re.sub(r"[^\w.-]+", "-", Path(str(x)).name).strip("-.") for x in (settings.model, settings.data)]
-    where = Path(settings.output) if settings.output else Path("logs") / "advice" / "-".join(names)
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {one_line(where)}: cannot be made a folder: {error.strerror}") from None
-    return where
 
 
 def _trial(

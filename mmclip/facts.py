@@ -15,6 +15,8 @@ from mmclip.losses import ContrastiveLoss, direction_weights
 from mmclip.model_names import WEIGHT_FILES, export_folder, read_facts
 from mmclip.similarity import Direction
 
+TEXT_PACKAGES = ("sentence-transformers", "accelerate", "ir_measures")  # named where they are installed
+
 
 def main_direction(loss: ContrastiveLoss) -> Direction:
     """The direction whose alpha is the model's one ``logit_scale``: i2t unless only t2i is trained."""
@@ -80,7 +82,7 @@ def initial(run: str) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Releases that a result depends on."""
     found = {"mmclip": __version__, "python": platform.python_version()}
-    for package in ("torch", "torchvision", "open_clip_torch", "timm", "transformers", "numpy"):
+    for package in ("torch", "torchvision", "open_clip_torch", "timm", "transformers", "numpy", *TEXT_PACKAGES):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from mmclip.text_trainer import require_finite
 from mmclip.text_training import Run, exponents_of
 
 MODEL_FOLDER = "model"
-PACKAGES = ("sentence-transformers", "accelerate", "ir_measures")
 Json = dict[str, Any]
 
 
@@ -70,18 +68,8 @@ def about(settings: TextTrainSettings, run: Run, pairs: TrainingPairs, steps: in
         **encoding(model),
         "seed": settings.seed,
         "steps": steps,
-        "versions": versions(),
+        "versions": facts.versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    found = facts.versions()
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def how_to_score(norm: str, gamma_d: float) -> str:
