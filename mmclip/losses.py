@@ -12,13 +12,15 @@ moves the mean to queries that are not found yet, a penalty holds lengths where 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mmclip import distributed
+from mmclip.gram_way import Relation
 from mmclip.similarity import (
     SCALE_INIT,
     SCALE_MAX,
@@ -27,18 +29,13 @@ from mmclip.similarity import (
     Exponents,
     Normalization,
     RoleSimilarity,
+    at_least_float32,
     magnitude,
 )
+from mmclip.softmax_loss import Positives, contrastive_loss, focal_weights
+from mmclip.tiled import Known, relation_of, same_ids, tiled_losses
 
 LOSS_WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # name -> lambda, the weight of i2t
-
-
-class Positives(StrEnum):
-    """What to do with known positives other than the pair itself: another caption of the image, an exact duplicate."""
-
-    MASK = "mask"  # leave them out of the denominator
-    MULTI = "multi"  # they are targets too, each with the same weight
-    NONE = "none"  # treat them as negatives, like open_clip's ClipLoss and MultipleNegativesRankingLoss
 
 
 class LossOutput(NamedTuple):
@@ -48,70 +45,6 @@ class LossOutput(NamedTuple):
     loss: Tensor
     by_direction: dict[Direction, Tensor]
     norm_drift: Tensor | None = None
-
-
-def known_positives(image_id: Tensor | None, text_id: Tensor | None) -> Tensor | None:
-    """Pairs of the batch that are known to match: same image or same caption string. Both directions share it.
-
-    image_id, text_id [B] -> bool [B, B], or None where neither is known. Entry (i, j) says that i's query matches j's
-    document; it is symmetric, so it serves i2t and t2i alike.
-
-    >>> known_positives(torch.tensor([7, 8, 7]), None).int().tolist()  # items 0 and 2 are captions of one image
-    [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
-    """
-    known = None
-    for ids in (image_id, text_id):
-        if ids is not None:
-            same = ids[:, None] == ids[None, :]
-            known = same if known is None else known | same
-    return known
-
-
-def contrastive_loss(
-    scores: Tensor, positives: Tensor | None = None, policy: Positives = Positives.MASK, focal: float = 0.0
-) -> Tensor:
-    """Softmax cross-entropy of each query over its candidates, where the document of query i is candidate i.
-
-    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, from Q to N] (further columns
-    are none) or None -> 0-d mean, in which ``focal`` weighs each query by (1 - p)**focal, p the probability that the
-    softmax gives its targets.
-
-    >>> s = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
-    >>> float(contrastive_loss(s).exp())  # two equal candidates: one chance in two
-    2.0
-    >>> both = torch.ones(2, 2, dtype=torch.bool)
-    >>> float(contrastive_loss(s, both, Positives.MASK).exp())  # the other one is a known positive: no rival is left
-    1.0
-    """
-    queries = len(scores)
-    own = torch.arange(queries, device=scores.device)
-    target = None
-    if policy is not Positives.NONE and positives is not None:
-        diagonal = torch.eye(queries, positives.shape[1], dtype=torch.bool, device=scores.device)
-        more = (0, scores.shape[1] - positives.shape[1])
-        if policy is Positives.MASK:
-            scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, more), -torch.inf)
-        else:
-            target = nn.functional.pad((positives | diagonal).to(scores.dtype), more)
-    goal = own if target is None else target / target.sum(dim=1, keepdim=True)
-    if focal == 0:
-        return nn.functional.cross_entropy(scores, goal)
-    with torch.no_grad():
-        log_p = scores.log_softmax(dim=1)
-        log_p = log_p[own, own] if target is None else log_p.masked_fill(target == 0, -torch.inf).logsumexp(dim=1)
-        weights = focal_weights(log_p, focal)
-    return (weights * nn.functional.cross_entropy(scores, goal, reduction="none")).sum()
-
-
-def focal_weights(log_p: Tensor, focal: float) -> Tensor:
-    """(1 - p)**focal of each query as a share of their sum, [Q] -> [Q]; equal shares where no query has any left.
-
-    >>> focal_weights(torch.tensor([0.5, 0.75]).log(), 1.0)
-    tensor([0.6667, 0.3333])
-    """
-    log_weight = focal * (-log_p.clamp_max(0).expm1()).log()
-    nothing_left = log_weight.amax() == -torch.inf
-    return torch.where(nothing_left, torch.zeros_like(log_weight), log_weight).softmax(dim=0)
 
 
 def direction_weights(loss: str, i2t_weight: float | None = None) -> dict[Direction, float]:
@@ -159,14 +92,17 @@ class ContrastiveLoss(nn.Module):
         norm_drift: float = 0.0,
         end_weights: Mapping[Direction, float] | None = None,
         start: Exponents | None = None,
+        tiled: bool = True,
     ) -> None:
-        """norm_drift: weight of that penalty, which has a buffer for each side then. start: see RoleSimilarity."""
+        """norm_drift: weight of that penalty, which has a buffer for each side then. start: see RoleSimilarity. tiled
+        False: whole score matrices, slower and with all their memory, of which autograd can take second derivatives.
+        """
         super().__init__()
         self.weights = dict(weights)
         ever = [d for w in (self.weights, end_weights or {}) for d, weight in w.items() if weight > 0]
         self.trained = tuple(d for d in self.weights if d in ever)
         self.positives = Positives(positives)
-        self.focal, self.norm_drift = focal, norm_drift
+        self.focal, self.norm_drift, self.tiled = focal, norm_drift, tiled
         self.similarity = RoleSimilarity(norm, self.weights, scale_init, scale_max, gamma_init, start)
         for direction in self.weights:
             # An untrained direction's alpha follows the trained one's effective scale (see forward), never a gradient.
@@ -183,51 +119,105 @@ class ContrastiveLoss(nn.Module):
         text_id: Tensor | None = None,
         extra: Mapping[str, Tensor] | None = None,
         untrained: bool = True,
-        known: Mapping[Direction, Tensor] | None = None,
+        known: Mapping[Direction, Known] | None = None,
+        across_ranks: bool = False,
     ) -> LossOutput:
         """sides: raw features by side name ("image", "text"; or "query", "document"), each [B, D], row i the pair i.
 
         image_id, text_id [B]: equal numbers mark known positives. extra: further raw candidates by side, [H, D].
         known: instead of ids, the known positives of a direction, bool [B, B] or, with those among the extra
-        candidates, [B, B + H]. ``untrained`` False leaves out the (gradient-free) losses of directions of weight 0.
+        candidates, [B, B + H]; or a function of query numbers [k] and candidate numbers [n] -> bool [k, n].
+        ``untrained`` False leaves out the (gradient-free) losses of directions of weight 0.
+
+        across_ranks: rows, ids and further candidates are this rank's, of as many as it has; loss and ``known`` are of
+        the whole batch, its ranks in order, and gradients are as distributed.gather_rows has them.
         """
-        positives = known_positives(image_id, text_id)
-        total: Tensor | None = None
-        by_direction: dict[Direction, Tensor] = {}
+        extra = extra or {}
+        if across_ranks and distributed.world()[1] == 1:
+            across_ranks = False
+        seen, more = dict(sides), dict(extra)  # where only lengths are asked for
+        if across_ranks:
+            image_id, text_id = (i if i is None else distributed.gather_ids(i) for i in (image_id, text_id))
+            # A row that holds its length alone has that length
+            alike = (lambda x: magnitude(x)[:, None]) if self.tiled else at_least_float32
+            seen, more = ({s: distributed.gather_rows(alike(x)) for s, x in of.items()} for of in (sides, extra))
+            if not self.tiled:
+                sides, extra, across_ranks = seen, more, False
+        weights: dict[Direction, float | None] = {}
         for direction in sorted(self.weights, key=lambda d: d not in self.trained):  # trained directions first
-            weight, trained = self.weights[direction], direction in self.trained
-            query, document = direction.roles(sides)
+            trained = direction in self.trained
+            query, document = direction.roles(seen)
             if not trained and not untrained:
                 if self.training:  # its running lengths must not depend on how often its loss is asked for
                     self.similarity.observe(direction, query, document)
                 continue
-            if extra and direction.document_side in extra:
-                document = torch.cat([document, extra[direction.document_side].to(document.dtype)])
-            with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-                if self.training or not self.similarity.is_calibrated(direction):
-                    self.similarity.observe(direction, query, document)
-                if not trained:
-                    self._follow_trained(direction)
-                scores = self.similarity(direction, query, document)
-                matches = positives if known is None else known.get(direction)
-                value = contrastive_loss(scores, matches, self.positives, self.focal)
-            by_direction[direction] = value.detach()
-            if trained:  # a weight that is 0 for a moment gives its alpha a gradient of 0, not none
-                total = weight * value if total is None else total + weight * value
-        if total is None:
+            if direction.document_side in more:
+                document = torch.cat([document, more[direction.document_side].to(document.dtype)])
+            if self.training or not self.similarity.is_calibrated(direction):
+                self.similarity.observe(direction, query, document)
+            if not trained:
+                self._follow_trained(direction)
+            weights[direction] = self.weights[direction] if trained else None
+        if not self.trained:
             raise ValueError("no direction has a weight above 0")
+        relations = self._relations(weights, image_id, text_id, known)
+        if self.tiled:
+            focal = partial(focal_weights, focal=self.focal) if self.focal else None
+            multi = self.positives is Positives.MULTI
+            total, by_direction = tiled_losses(
+                self.similarity, weights, sides, extra, relations, multi, focal, across_ranks
+            )
+        else:
+            total, by_direction = self._plain(weights, sides, extra, relations)
         if not self.norm_drift:
             return LossOutput(total, by_direction)
-        drift = torch.stack([self._drift(side, rows) for side, rows in sides.items()]).sum()
+        drift = torch.stack([self._drift(side, rows) for side, rows in seen.items()]).sum()
         return LossOutput(total + self.norm_drift * drift, by_direction, drift.detach())
+
+    def _relations(
+        self,
+        directions: Iterable[Direction],
+        image_id: Tensor | None,
+        text_id: Tensor | None,
+        known: Mapping[Direction, Known] | None,
+    ) -> dict[Direction, Relation | None]:
+        if self.positives is Positives.NONE:
+            return {}
+        if known is not None:
+            return {direction: relation_of(known.get(direction)) for direction in directions}
+        return dict.fromkeys(directions, same_ids(image_id, text_id))
+
+    def _plain(
+        self,
+        weights: Mapping[Direction, float | None],
+        sides: Mapping[str, Tensor],
+        extra: Mapping[str, Tensor],
+        relations: Mapping[Direction, Relation | None],
+    ) -> tuple[Tensor, dict[Direction, Tensor]]:
+        """The same by whole score matrices."""
+        terms, by_direction = [], {}
+        for direction, weight in weights.items():
+            query, document = direction.roles(sides)
+            if direction.document_side in extra:
+                document = torch.cat([document, extra[direction.document_side].to(document.dtype)])
+            relation = relations.get(direction)
+            numbers = torch.arange(len(document), device=query.device)
+            positives = None if relation is None else relation(numbers[: len(query)], numbers)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and weight is not None):
+                scores = self.similarity(direction, query, document)
+                value = contrastive_loss(scores, positives, self.positives, self.focal)
+            by_direction[direction] = value.detach()
+            if weight is not None:  # one that is 0 for a moment gives its alpha a gradient of 0, not none
+                terms.append(weight * value)
+        return torch.stack(terms).sum(), by_direction
 
     def _drift(self, side: str, rows: Tensor) -> Tensor:
         """E[log(|x| / l0)**2] of a side's raw rows [B, D], l0 their lengths' geometric mean in the first batch."""
-        log_length = magnitude(rows).clamp_min(TINY).log()
+        log = magnitude(rows).clamp_min(TINY).log()
         start = self.get_buffer(f"log_length_{side}")
         if bool(start.isnan()):
-            start.copy_(log_length.detach().mean())
-        return (log_length - start).square().mean()
+            start.copy_(log.detach().mean())
+        return (log - start).square().mean()
 
     @torch.no_grad()
     def _follow_trained(self, direction: Direction) -> None:

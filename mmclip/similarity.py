@@ -113,15 +113,18 @@ def magnitude(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(at_least_float32(x), dim=-1)
 
 
+def divisor(x: Tensor, gamma: float | Tensor) -> Tensor | None:
+    """|x|**gamma of each row, [N, D] -> [N], in float32 or wider; None for ``gamma`` 0, which divides by nothing."""
+    if not isinstance(gamma, Tensor) and gamma == 0.0:
+        return None
+    length = magnitude(x).clamp_min(TINY)
+    return length if not isinstance(gamma, Tensor) and gamma == 1.0 else length.pow(gamma)
+
+
 def normalize(x: Tensor, gamma: float | Tensor) -> Tensor:
     """x / |x|**gamma, a row at a time: [N, D] -> [N, D], in float32 or wider. ``gamma`` 0 returns x, 1 unit rows."""
-    x = at_least_float32(x)
-    if not isinstance(gamma, Tensor) and gamma == 0.0:
-        return x
-    length = magnitude(x).clamp_min(TINY).unsqueeze(-1)
-    if not isinstance(gamma, Tensor) and gamma == 1.0:
-        return x / length
-    return x / length.pow(gamma)
+    x, by = at_least_float32(x), divisor(x, gamma)
+    return x if by is None else x / by.unsqueeze(-1)
 
 
 def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | Tensor = 1.0) -> Tensor:

@@ -1,0 +1,175 @@
+"""All directions' losses and gradients from one pass over one Gram matrix, in tiles (docs/math.md: "One Gram matrix").
+
+Rows and columns are the two sides of a batch. **Forth** the rows ask and the columns answer, **back** the columns ask.
+Whatever the normalization, both directions' scores are the same inner products times a factor a row and a factor a
+column, so one matrix product serves both:
+
+    forth   a row's softmax is complete in its block of rows
+    back    a column's log-sum-exp grows block by block, by a running maximum: raw scores have no bound
+    then    a second pass over the blocks gives all gradients. The products of the first are kept where they fit in
+            ``KEEP`` bytes (6 B^2 D operations), and made again where they do not (8 B^2 D, in the memory of B D numbers
+            and a few blocks). One direction alone needs no second pass: 6 B^2 D and nothing kept.
+
+Gradients are made together with the loss; backward only hands them on. Across ranks each has its own rows and the
+columns of all: one side is gathered, the columns' maxima and sums are merged, and the columns' gradients go back to
+their ranks (mmclip.columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmclip.columns import Columns
+from mmclip.gram_way import Asking, Factors, Plan, Room, Way, scaled
+
+TILE = 2**20  # numbers of a block, at least
+ROWS = 256  # rows of a block, at least: fewer and the matrix products slow down
+KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of inner products that are kept for the gradients, by kind of device
+
+
+def gram_loss(rows: Tensor, columns: Tensor, forth: Way, back: Way | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(the weighted sum of the ways' losses, 0-d, with its gradients; each way's own loss, [1 or 2], without).
+
+    rows [N, D], columns [M, D] of one dtype, half precision on CUDA only. Across ranks: of this one; losses are those
+    of the whole batch and gradients are world-size times theirs, as distributed.gather_rows has it. Errors:
+    RuntimeError where a second derivative is asked for.
+    """
+    factors = [*forth.factors, *(back.factors if back is not None else ())]
+    with torch.autocast(device_type=rows.device.type, enabled=False):
+        total, values = _GramLoss.apply(forth, back, plan, rows, columns, *factors)
+    return total, values
+
+
+class _GramLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forth: Way, back: Way | None, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        tiles = _Tiles(forth, back, plan, tensors, any(ctx.needs_input_grad))
+        total, values = tiles.run()
+        ctx.gradients = tiles.gradients()
+        ctx.mark_non_differentiable(values)
+        return total, values
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the tiled contrastive loss has no second derivative, and create_graph=True asks for one; "
+                "ContrastiveLoss(..., tiled=False) has"
+            )
+        found = [g if g is None else g * outer[0].to(g.dtype) for g in ctx.gradients]
+        return (None, None, None, *found)
+
+
+class _Tiles:
+    """One forward pass: the ways, the rows of this rank, the columns of all, and sums of gradients."""
+
+    def __init__(
+        self, forth: Way, back: Way | None, plan: Plan, tensors: tuple[Tensor | None, ...], with_gradients: bool
+    ) -> None:
+        rows, columns = tensors[:2]
+        assert rows is not None and columns is not None
+        self.plan, self.with_gradients = plan, with_gradients
+        self.dtypes = [t if t is None else t.dtype for t in tensors]
+        self.shared = Columns(columns, rows, plan.pairs, plan.across_ranks)
+        half = rows.dtype in (torch.bfloat16, torch.float16)
+        dtype = torch.float32 if half else rows.dtype
+        factors = Factors.of(tensors[2:5], dtype)
+        # Forth's factors go into rows and columns, where they cost no pass over the scores; half precision stays as it
+        # is: its products are exact, its multiples are not
+        self.inner = (None, None) if half else factors.multipliers()
+        self.rows, own = (x if f is None else scaled(x, f) for x, f in zip((rows, columns), self.inner, strict=True))
+        self.columns = self.shared.gather(own)
+        self.room = Room(len(self.columns), dtype, rows.device)
+        left = factors.multipliers() if half else (None, None)
+        self.forth = Asking(forth, factors, left, self.shared, plan, len(rows), self.room, back=False)
+        self.back = None
+        if back is not None:
+            others = Factors.of(tensors[5:8], dtype)
+            left = others.multipliers() if half else others.beyond(factors, plan.alike)
+            self.back = Asking(back, others, left, self.shared, plan, len(rows), self.room, back=True)
+        if with_gradients:
+            self.row_gradient = torch.zeros(rows.shape, dtype=dtype, device=rows.device)
+            self.column_gradient = torch.zeros(self.columns.shape, dtype=dtype, device=rows.device)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        plan, room, back = self.plan, self.room, self.back
+        at_once = self.with_gradients and back is None and plan.focal is None
+        keep = KEEP.get(self.rows.device.type, KEEP["cpu"]) if plan.keep is None else plan.keep
+        keeping = self.with_gradients and not at_once and len(self.rows) * room.row_bytes <= keep
+        kept: list[Tensor] = []
+        for at in self._blocks():
+            products = self._products(at, None if keeping else room.buffer("products", at.stop - at.start))
+            for way in self._ways(at):
+                way.see(products, at)
+            if at_once:
+                self.forth.weigh(at)
+                self._differentiate(products, at)
+            if keeping:
+                kept.append(products)
+        ways = [self.forth] if back is None else [self.forth, back]
+        values = torch.stack([way.settle() for way in ways])
+        if self.with_gradients and not at_once:
+            for i, at in enumerate(self._blocks()):
+                products = kept[i] if keeping else self._products(at, room.buffer("products", at.stop - at.start))
+                self._differentiate(products, at)
+        total = (values * values.new_tensor([way.weight for way in ways])).sum()
+        return total, values
+
+    def _blocks(self) -> Iterator[slice]:
+        """Blocks of rows; none holds both pairs and candidates only."""
+        height = max(ROWS, TILE // max(len(self.columns), 1))
+        for start, stop in ((0, self.plan.pairs), (self.plan.pairs, len(self.rows) if self.back else 0)):
+            for first in range(start, stop, height):
+                yield slice(first, min(first + height, stop))
+
+    def _ways(self, at: slice) -> list[Asking]:
+        """Those that a block concerns: rows that are candidates only do not ask."""
+        forth = [self.forth] if at.start < self.plan.pairs else []
+        return forth if self.back is None else [*forth, self.back]
+
+    def _products(self, at: slice, out: Tensor | None) -> Tensor:
+        return multiply(self.rows[at], self.columns.T, out)
+
+    def _differentiate(self, products: Tensor, at: slice) -> None:
+        """A block's part of all gradients."""
+        whole: Tensor | None = None
+        for way in self._ways(at):
+            if way.weighed:
+                gradient = way.gradient(products, at)
+                if whole is None:
+                    whole = gradient
+                    if way is self.back:  # rows that are candidates only: columns that do not ask have no part
+                        whole = self.room.buffer("whole", len(products)).zero_()
+                        whole[:, : gradient.shape[1]] = gradient
+                else:
+                    whole[:, : gradient.shape[1]] += gradient
+        if whole is not None:
+            whole = whole.to(self.columns.dtype)
+            self.row_gradient[at] = multiply(whole, self.columns)
+            if whole.dtype == self.column_gradient.dtype:
+                self.column_gradient.addmm_(whole.T, self.rows[at])
+            else:
+                self.column_gradient += multiply(whole.T, self.rows[at])
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of rows, columns and every factor, in their own dtypes."""
+        if not self.with_gradients:
+            return []
+        sides = self.row_gradient, self.shared.scatter(self.column_gradient)
+        found: list[Tensor | None] = [
+            x if f is None else scaled(x, f * self.shared.ranks, out=x) for x, f in zip(sides, self.inner, strict=True)
+        ]
+        for way in [self.forth] if self.back is None else [self.forth, self.back]:
+            found += way.factor_gradients()
+        return [g if g is None or dtype is None else g.to(dtype) for g, dtype in zip(found, self.dtypes, strict=True)]
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """A matrix product that is float32 where its factors are half precision (whose own products are exact in it)."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,64 @@
+"""The loss of one score matrix, as the formula says it: what the tiled loss is held against, and the way to second
+derivatives."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+
+class Positives(StrEnum):
+    """What to do with known positives other than the pair itself: another caption of the image, an exact duplicate."""
+
+    MASK = "mask"  # leave them out of the denominator
+    MULTI = "multi"  # they are targets too, each with the same weight
+    NONE = "none"  # treat them as negatives, like open_clip's ClipLoss and MultipleNegativesRankingLoss
+
+
+def contrastive_loss(
+    scores: Tensor, positives: Tensor | None = None, policy: Positives = Positives.MASK, focal: float = 0.0
+) -> Tensor:
+    """Softmax cross-entropy of each query over its candidates, where the document of query i is candidate i.
+
+    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, from Q to N] (further columns
+    are none) or None -> 0-d mean, in which ``focal`` weighs each query by (1 - p)**focal, p the probability that the
+    softmax gives its targets.
+
+    >>> s = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    >>> float(contrastive_loss(s).exp())  # two equal candidates: one chance in two
+    2.0
+    >>> both = torch.ones(2, 2, dtype=torch.bool)
+    >>> float(contrastive_loss(s, both, Positives.MASK).exp())  # the other one is a known positive: no rival is left
+    1.0
+    """
+    queries = len(scores)
+    own = torch.arange(queries, device=scores.device)
+    target = None
+    if policy is not Positives.NONE and positives is not None:
+        diagonal = torch.eye(queries, positives.shape[1], dtype=torch.bool, device=scores.device)
+        more = (0, scores.shape[1] - positives.shape[1])
+        if policy is Positives.MASK:
+            scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, more), -torch.inf)
+        else:
+            target = nn.functional.pad((positives | diagonal).to(scores.dtype), more)
+    goal = own if target is None else target / target.sum(dim=1, keepdim=True)
+    if focal == 0:
+        return nn.functional.cross_entropy(scores, goal)
+    with torch.no_grad():
+        log_p = scores.log_softmax(dim=1)
+        log_p = log_p[own, own] if target is None else log_p.masked_fill(target == 0, -torch.inf).logsumexp(dim=1)
+        weights = focal_weights(log_p, focal)
+    return (weights * nn.functional.cross_entropy(scores, goal, reduction="none")).sum()
+
+
+def focal_weights(log_p: Tensor, focal: float) -> Tensor:
+    """(1 - p)**focal of each query as a share of their sum, [Q] -> [Q]; equal shares where no query has any left.
+
+    >>> focal_weights(torch.tensor([0.5, 0.75]).log(), 1.0)
+    tensor([0.6667, 0.3333])
+    """
+    log_weight = focal * (-log_p.clamp_max(0).expm1()).log()
+    nothing_left = log_weight.amax() == -torch.inf
+    return torch.where(nothing_left, torch.zeros_like(log_weight), log_weight).softmax(dim=0)

@@ -1,0 +1,77 @@
+"""The directional loss by one Gram matrix: what a similarity's directions are of its inner products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mmclip.gram import gram_loss
+from mmclip.gram_way import Factors, Plan, Relation, Way
+from mmclip.similarity import Direction, RoleSimilarity, at_least_float32, divisor
+
+Known = Tensor | Relation  # bool [queries, candidates], or the same by their numbers
+
+
+def same_ids(*ids: Tensor | None) -> Relation | None:
+    """Pairs with an equal id in one of ``ids``, [B] each or None; None where no two are equal. Further candidates, from
+    number B on, have no id."""
+    repeated = [i for i in ids if i is not None and len(i.unique()) < len(i)]
+    if not repeated:
+        return None
+
+    def relation(query: Tensor, document: Tensor) -> Tensor:
+        query, inside = (n.clamp_max(len(repeated[0]) - 1) for n in (query, document))
+        known = torch.stack([i[query][:, None] == i[inside] for i in repeated]).any(0)
+        return known & (inside == document)
+
+    return relation
+
+
+def relation_of(known: Known | None) -> Relation | None:
+    """Of a matrix [Q, n]; candidates from number n on are not known to match."""
+    if not isinstance(known, Tensor):
+        return known
+    matrix = known
+
+    def relation(query: Tensor, document: Tensor) -> Tensor:
+        inside = document.clamp_max(matrix.shape[1] - 1)
+        return matrix[query][:, inside] & (inside == document)
+
+    return relation
+
+
+def tiled_losses(
+    similarity: RoleSimilarity,
+    weights: Mapping[Direction, float | None],
+    sides: Mapping[str, Tensor],
+    extra: Mapping[str, Tensor],
+    relations: Mapping[Direction, Relation | None],
+    multi: bool,
+    focal: Callable[[Tensor], Tensor] | None,
+    across_ranks: bool,
+) -> tuple[Tensor, dict[Direction, Tensor]]:
+    """(weighted total, each direction's loss without gradient) of raw rows by side, see ContrastiveLoss.forward.
+
+    weights: the first direction asks by rows; None: the direction's value only.
+    """
+    first, *others = weights
+    row_side, column_side = first.roles({s: s for s in sides})
+    rows, columns = (
+        torch.cat([sides[s], extra[s].to(sides[s].dtype)]) if s in extra else sides[s] for s in (row_side, column_side)
+    )
+    halves = (torch.bfloat16, torch.float16)
+    if not (rows.is_cuda and rows.dtype == columns.dtype and rows.dtype in halves):
+        dtype = torch.promote_types(at_least_float32(rows[:0]).dtype, at_least_float32(columns[:0]).dtype)
+        rows, columns = rows.to(dtype), columns.to(dtype)
+    gamma_q, gamma_d = similarity.exponents
+    forth_divisors = divisor(rows, gamma_q), divisor(columns, gamma_d)
+    alike = not isinstance(gamma_q, Tensor) and gamma_q == gamma_d
+    ways = [Way(Factors(similarity.scale(first), *forth_divisors), weights[first], relations.get(first))]
+    for other in others:  # there the columns are the queries
+        divisors = forth_divisors if alike else (divisor(rows, gamma_d), divisor(columns, gamma_q))
+        ways.append(Way(Factors(similarity.scale(other), *divisors), weights[other], relations.get(other)))
+    plan = Plan(len(sides[row_side]), multi, focal, alike, across_ranks)
+    total, values = gram_loss(rows, columns, ways[0], ways[1] if others else None, plan)
+    return total, dict(zip(weights, values.unbind(), strict=True))
