@@ -15,8 +15,8 @@ from mmclip.model_names import CONFIGS, check_model, export_folder, read_facts
 
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
 # What a run may be continued with on purpose: how it goes on, not what it is
-CHANGEABLE = ("batch_size", "accum_freq", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2", "eps", "warmup",
-              "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
+CHANGEABLE = ("batch_size", "accum_freq", "loss_batch_size", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2",
+              "eps", "warmup", "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
 
 BANK_SIZE = 2000  # items over which the zero points of a direction that was not trained are estimated
 MODEL, OPTIMIZATION, RUN = "model", "optimization", "run"
@@ -70,6 +70,14 @@ class TrainSettings(DataSettings, LossSettings):
         "forward passes per step: the loss sees all their pairs as one batch, with that batch's exact gradients; "
         "less memory, one more forward pass",
         metavar="K",
+    )
+    loss_batch_size: int | None = flag(
+        None,
+        OPTIMIZATION,
+        "the same as a number: pairs that the loss sees a step, of all processes together, encoded --batch-size at a "
+        "time; it need not be a multiple [--batch-size x --accum-freq x processes]",
+        type=int,
+        metavar="N",
     )
     lr: float = flag(5e-4, OPTIMIZATION, "peak learning rate of the towers and of alpha")
     gamma_lr: float = flag(
@@ -164,6 +172,7 @@ class TrainSettings(DataSettings, LossSettings):
     def _check_numbers(self) -> None:
         at_least_one = (
             "accum_freq",
+            "loss_batch_size",
             "keep_checkpoints",
             "epochs",
             "max_steps",
@@ -184,6 +193,13 @@ class TrainSettings(DataSettings, LossSettings):
             require(self, names, valid, ok)
 
     def _check_combinations(self) -> None:
+        if self.loss_batch_size is not None and self.accum_freq != 1:
+            raise UsageError(
+                f"--loss-batch-size {self.loss_batch_size} beside --accum-freq {self.accum_freq}: both say how many "
+                "pairs the loss sees; give one of the two"
+            )
+        if self.loss_batch_size == 1:
+            raise UsageError("--loss-batch-size 1: a single pair has no rival; valid: 2 or more")
         if self.cache_features and not (self.lock_image or self.lock_text):
             raise UsageError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
@@ -204,6 +220,10 @@ class TrainSettings(DataSettings, LossSettings):
                 raise UsageError(f"{name} {one_line(path)}: no such file or folder")
         if self.measure_start and self.val_data == "none":
             raise UsageError("--measure-start evaluates the model before the first step: it needs evaluation data")
+
+    def joint_batch(self, ranks: int) -> int:
+        """Pairs that the loss sees in a step, of all processes."""
+        return self.loss_batch_size or self.batch_size * self.accum_freq * ranks
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

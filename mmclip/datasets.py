@@ -49,7 +49,7 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
 
 
 def _hold_out(settings: TrainSettings, data: ImageTextData, n: int) -> tuple[ImageTextData, ImageTextData]:
-    batch = settings.batch_size * settings.accum_freq
+    batch = settings.joint_batch(1)
     if len(data) - n < batch:
         raise UsageError(
             f"--val-holdout {n}: of the {len(data)} images of {one_line(data.path)} it leaves {max(len(data) - n, 0)} "
@@ -67,7 +67,7 @@ def _trained_on(settings: TrainSettings, data: ImageTextData) -> ImageTextData:
             )
         data = data.subset(range(settings.train_num_samples))
     if settings.train_fraction is not None:
-        n, batch = round(settings.train_fraction * len(data)), settings.batch_size * settings.accum_freq
+        n, batch = round(settings.train_fraction * len(data)), settings.joint_batch(1)
         if n < batch:
             raise UsageError(
                 f"--train-fraction {settings.train_fraction:g}: {n} of the {len(data)} images of "

@@ -159,9 +159,9 @@ class _Tiles:
         """Of rows, columns and every factor, in their own dtypes."""
         if not self.with_gradients:
             return []
-        sides = self.row_gradient, self.shared.scatter(self.column_gradient)
+        sides, ranks = (self.row_gradient, self.shared.scatter(self.column_gradient)), self.shared.ranks
         found: list[Tensor | None] = [
-            x if f is None else scaled(x, f * self.shared.ranks, out=x) for x, f in zip(sides, self.inner, strict=True)
+            x.mul_(ranks) if f is None else scaled(x, f * ranks, out=x) for x, f in zip(sides, self.inner, strict=True)
         ]
         for way in [self.forth] if self.back is None else [self.forth, self.back]:
             found += way.factor_gradients()

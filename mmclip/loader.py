@@ -56,17 +56,29 @@ class Batch:
         ]
 
 
-def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_last: bool, accum_freq: int = 1) -> int:
-    """Steps of an epoch. Errors: UsageError where a step's batch is larger than the data."""
-    joint = batch_size * accum_freq * world_size
+def steps_per_epoch(
+    data: ImageTextData,
+    batch_size: int,
+    world_size: int,
+    drop_last: bool,
+    accum_freq: int = 1,
+    loss_batch_size: int | None = None,
+) -> int:
+    """Steps of an epoch. Errors: UsageError where a step's batch is larger than the data, or has no pair for a rank."""
+    joint = loss_batch_size or batch_size * accum_freq * world_size
+    if joint < world_size:
+        raise UsageError(f"--loss-batch-size {joint}: fewer pairs than the {world_size} processes")
     full, rest = divmod(len(data), joint)
     # A partial global batch with fewer samples than ranks would leave a rank without any; a single pair has no rival.
     steps = full + (not drop_last and rest >= max(world_size, 2))
     if steps == 0:
+        accumulated = f" x --accum-freq {accum_freq}" if accum_freq > 1 else ""
+        asked = f"--batch-size {batch_size}{accumulated} x {world_size} processes"
+        if loss_batch_size is not None:
+            asked = f"--loss-batch-size {loss_batch_size}"
         raise UsageError(
-            f"--batch-size {batch_size}{f' x --accum-freq {accum_freq}' if accum_freq > 1 else ''} x {world_size} "
-            f"processes is more than the {len(data)} images of {one_line(data.path)}: choose a smaller one, or keep "
-            "the partial batch with --keep-last"
+            f"{asked} is more than the {len(data)} images of {one_line(data.path)}: choose a smaller one, or keep the "
+            "partial batch with --keep-last"
         )
     return steps
 
@@ -74,8 +86,9 @@ def steps_per_epoch(data: ImageTextData, batch_size: int, world_size: int, drop_
 class TrainBatches:
     """The training order of a data set.
 
-    batch_size is a process's and forward pass's; the global batch is batch_size * accum_freq * world_size, one item of
-    ``batches`` a process. ``drop_last`` False keeps the last, partial global batch, shared out as evenly as it goes.
+    batch_size is a process's and forward pass's; the global batch is batch_size * accum_freq * world_size, or
+    ``loss_batch_size``, shared out as evenly as it goes: one item of ``batches`` a process. ``drop_last`` False keeps
+    the last, partial global batch.
     ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UsageError for a
     batch larger than the data.
     """
@@ -93,17 +106,18 @@ class TrainBatches:
         rank: int = 0,
         world_size: int = 1,
         accum_freq: int = 1,
+        loss_batch_size: int | None = None,
         images: bool = True,
         text: bool = True,
     ) -> None:
         self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
         self.seed, self.workers, self.drop_last = seed, workers, drop_last
-        self.joint = batch_size * accum_freq * world_size  # images of a step, of all processes
+        self.joint = loss_batch_size or batch_size * accum_freq * world_size  # images of a step, of all processes
         self.rank, self.world_size = rank, world_size
         counts = np.array([len(c) for c in data.captions])
         self.first_caption = np.concatenate([[0], np.cumsum(counts)])
         self.text_ids = text_ids(data.captions)
-        self.steps_per_epoch = steps_per_epoch(data, batch_size, world_size, drop_last, accum_freq)
+        self.steps_per_epoch = steps_per_epoch(data, batch_size, world_size, drop_last, accum_freq, loss_batch_size)
 
     def order(self, epoch: int) -> np.ndarray:
         """The permutation of all rows in an epoch, the same on every rank."""

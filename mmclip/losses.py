@@ -29,7 +29,6 @@ from mmclip.similarity import (
     Exponents,
     Normalization,
     RoleSimilarity,
-    at_least_float32,
     magnitude,
 )
 from mmclip.softmax_loss import Positives, contrastive_loss, focal_weights
@@ -40,10 +39,12 @@ LOSS_WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # name -> lambda,
 
 class LossOutput(NamedTuple):
     """``loss`` is what to call backward on; ``by_direction`` the unweighted loss of each direction, detached;
-    ``norm_drift`` the penalty before its weight, detached, None without one."""
+    ``lengths`` those of all raw rows by side, [B], detached; ``norm_drift`` the penalty before its weight, detached,
+    None without one."""
 
     loss: Tensor
     by_direction: dict[Direction, Tensor]
+    lengths: dict[str, Tensor]
     norm_drift: Tensor | None = None
 
 
@@ -133,16 +134,14 @@ class ContrastiveLoss(nn.Module):
         the whole batch, its ranks in order, and gradients are as distributed.gather_rows has them.
         """
         extra = extra or {}
-        if across_ranks and distributed.world()[1] == 1:
-            across_ranks = False
-        seen, more = dict(sides), dict(extra)  # where only lengths are asked for
         if across_ranks:
             image_id, text_id = (i if i is None else distributed.gather_ids(i) for i in (image_id, text_id))
-            # A row that holds its length alone has that length
-            alike = (lambda x: magnitude(x)[:, None]) if self.tiled else at_least_float32
-            seen, more = ({s: distributed.gather_rows(alike(x)) for s, x in of.items()} for of in (sides, extra))
             if not self.tiled:
-                sides, extra, across_ranks = seen, more, False
+                sides, extra = ({s: distributed.gather_rows(x) for s, x in of.items()} for of in (sides, extra))
+                across_ranks = False
+        # All that is asked for below but the scores is lengths: a row that holds its length alone has that length
+        gather = distributed.gather_rows if across_ranks else _itself
+        seen, more = ({s: gather(magnitude(x)[:, None]) for s, x in of.items()} for of in (sides, extra))
         weights: dict[Direction, float | None] = {}
         for direction in sorted(self.weights, key=lambda d: d not in self.trained):  # trained directions first
             trained = direction in self.trained
@@ -169,10 +168,11 @@ class ContrastiveLoss(nn.Module):
             )
         else:
             total, by_direction = self._plain(weights, sides, extra, relations)
+        lengths = {s: x.detach()[:, 0] for s, x in seen.items()}
         if not self.norm_drift:
-            return LossOutput(total, by_direction)
+            return LossOutput(total, by_direction, lengths)
         drift = torch.stack([self._drift(side, rows) for side, rows in seen.items()]).sum()
-        return LossOutput(total + self.norm_drift * drift, by_direction, drift.detach())
+        return LossOutput(total + self.norm_drift * drift, by_direction, lengths, drift.detach())
 
     def _relations(
         self,
@@ -226,6 +226,10 @@ class ContrastiveLoss(nn.Module):
         of = self.similarity
         log_scale = of.logit_scale(trained) + of.log_lengths(trained) - of.log_lengths(direction)
         of.logit_scale(direction).copy_(log_scale)
+
+
+def _itself(rows: Tensor) -> Tensor:
+    return rows
 
 
 def clip_loss(

@@ -61,7 +61,9 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     )
     # all refuse before a model loads
     Skipped(settings.max_bad_samples, by_key(data.skipped))
-    per_epoch = steps_per_epoch(data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq)
+    per_epoch = steps_per_epoch(
+        data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq, settings.loss_batch_size
+    )
     curriculum.check(settings, steps_in_all(settings, per_epoch))
     model = build_model(
         f"local-dir:{export_folder(settings.init_from)}" if settings.init_from else settings.model,

@@ -81,6 +81,7 @@ class Source:
             model.tokenize,
             batch_size=settings.batch_size,
             accum_freq=settings.accum_freq,
+            loss_batch_size=settings.loss_batch_size,
             seed=settings.seed,
             workers=settings.workers,
             drop_last=not settings.keep_last,

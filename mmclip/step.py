@@ -1,10 +1,10 @@
 """One optimizer step: raw features, the loss on the whole batch of all processes, exact gradients, AdamW.
 
-With --accum-freq the batch goes through the towers in parts, yet the loss sees all of it: the features of every part
-are computed first, the loss is differentiated once with respect to them (so alpha and gamma get their gradients once),
-and each part is then run again to carry its rows' gradient into the towers (Gao et al. 2021, "Scaling deep contrastive
-learning batch size under memory limited setup", GradCache). Dropout draws the same masks both times: a part's random
-state is a function of (seed, rank, step, part).
+With --accum-freq or --loss-batch-size the batch goes through the towers in parts, yet the loss sees all of it: the
+features of every part are computed first, the loss is differentiated once with respect to them (so alpha and gamma get
+their gradients once), and each part is then run again to carry its rows' gradient into the towers (Gao et al. 2021,
+"Scaling deep contrastive learning batch size under memory limited setup", GradCache). Dropout draws the same masks both
+times: a part's random state is a function of (seed, rank, step, part).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmclip.facts import main_direction
 from mmclip.loader import Batch
 from mmclip.losses import ContrastiveLoss, LossOutput, clip_loss, direction_weights
 from mmclip.optimization import build_optimizer, learning_rate_factor, set_learning_rate
-from mmclip.similarity import SCALE_INIT, Direction, Exponents, at_least_float32, magnitude
+from mmclip.similarity import SCALE_INIT, Direction, Exponents, magnitude
 from mmclip.sources import Source
 
 
@@ -86,15 +86,15 @@ class Stepper:
         scheduled = self.settings.gamma_schedule != "none"
         self.exponents = curriculum.exponents_at(self.settings, step, total_steps) if scheduled else None
         self.news: dict[str, Any] = {}
-        out, sides = self._backward(batch, step, log)
+        out = self._backward(batch, step, log)
         if start:
             self.news["initial"] = self._after_start(start)
         distributed.average_([p.grad for p in self.loss.parameters() if p.grad is not None])
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        lengths = sum(magnitude(rows.detach()).sum() for rows in sides.values())  # cosine's loss would not show them
+        lengths = sum(length.sum() for length in out.lengths.values())  # cosine's loss would not show them
         if not math.isfinite(float(out.loss.detach() + norm + lengths)):  # one question to the device, not three
-            facts = self._not_finite(batch, sides, out, step)
+            facts = self._not_finite(batch, out, step)
             for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)
             raise NotFinite(facts)
@@ -108,12 +108,12 @@ class Stepper:
         if out.norm_drift is not None:
             numbers["norm_drift"] = float(out.norm_drift)
         numbers |= {f"loss_{d.value}": float(v) for d, v in sorted(out.by_direction.items())}
-        return numbers | self._state_numbers(sides) | self.news
+        return numbers | self._state_numbers(out.lengths) | self.news
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def _features(self, batch: Batch, step: int, part: int) -> tuple[Tensor, Tensor]:
-        """Raw features of a part, in float32 or wider."""
+        """Raw features of a part."""
         torch.manual_seed(seed_of(self.settings.seed, self.rank, step, part))
         images, image_from_trunk = self.source.inputs("image", batch, self.runner.device)
         texts, text_from_trunk = self.source.inputs("text", batch, self.runner.device)
@@ -122,24 +122,26 @@ class Stepper:
                 image, text = self.network(images, texts, image_from_trunk, text_from_trunk)
         except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or a model that it cannot take
             raise UsageError(f"--torchcompile: this model cannot be compiled here: {one_line(error, 200)}") from None
-        return at_least_float32(image), at_least_float32(text)
+        return image, text
 
-    def _loss(self, image: Tensor, text: Tensor, batch: Batch, log: bool) -> tuple[LossOutput, dict[str, Tensor]]:
-        """The loss of all processes' rows, and those rows by side."""
-        sides = {"image": distributed.gather_rows(image), "text": distributed.gather_rows(text)}
-        image_id = distributed.gather_ids(batch.image_id.to(self.runner.device))
-        text_id = distributed.gather_ids(batch.text_id.to(self.runner.device))
+    def _loss(self, image: Tensor, text: Tensor, batch: Batch, log: bool) -> LossOutput:
+        """The loss of all processes' rows."""
+        sides = {"image": image, "text": text}
         if self.exponents is not None:
-            self._change_exponents(self.exponents, sides)
-        return self.loss(sides, image_id, text_id, untrained=log), sides
+            with torch.no_grad():  # rows that hold their lengths alone
+                lengths = {s: distributed.gather_rows(magnitude(x)[:, None]) for s, x in sides.items()}
+            self._change_exponents(self.exponents, lengths)
+        ids = batch.image_id.to(self.runner.device), batch.text_id.to(self.runner.device)
+        return self.loss(sides, *ids, untrained=log, across_ranks=True)
 
-    def _backward(self, batch: Batch, step: int, log: bool) -> tuple[LossOutput, dict[str, Tensor]]:
+    def _backward(self, batch: Batch, step: int, log: bool) -> LossOutput:
         """Gradients of the whole batch's loss in every parameter's ``grad``."""
-        if self.settings.accum_freq == 1:
-            out, sides = self._loss(*self._features(batch, step, 0), batch, log)
+        size = self.settings.batch_size
+        parts = batch.split(size)
+        if len(parts) == 1:
+            out = self._loss(*self._features(batch, step, 0), batch, log)
             out.loss.backward()
-            return out, sides
-        parts = batch.split(self.settings.batch_size)
+            return out
         statistics = [b.clone() for b in self.towers.buffers()]
         # Compiled, the graphs with and without gradient are two, and nothing promises that they draw masks alike.
         with self._alone(), torch.set_grad_enabled(self.settings.torchcompile):
@@ -147,16 +149,14 @@ class Stepper:
         for buffer, before in zip(self.towers.buffers(), statistics, strict=True):
             buffer.copy_(before)  # batch statistics count each part once, in the pass below
         image, text = (torch.cat(side).requires_grad_() for side in zip(*features, strict=True))
-        out, sides = self._loss(image, text, batch, log)
+        out = self._loss(image, text, batch, log)
         out.loss.backward()
         assert image.grad is not None and text.grad is not None
-        gradients = zip(
-            image.grad.split(self.settings.batch_size), text.grad.split(self.settings.batch_size), strict=True
-        )
+        gradients = zip(image.grad.split(size), text.grad.split(size), strict=True)
         for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
             with self._alone() if i + 1 < len(parts) else contextlib.nullcontext():
                 torch.autograd.backward(self._features(part, step, i), gradient)
-        return out, sides
+        return out
 
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
         """Passes whose gradients other processes are not told of yet."""
@@ -177,7 +177,7 @@ class Stepper:
     # --- what is known of a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _state_numbers(self, sides: dict[str, Tensor]) -> dict[str, float]:
+    def _state_numbers(self, lengths: dict[str, Tensor]) -> dict[str, float]:
         """Scale, exponents and lengths, for metrics.jsonl."""
         numbers = {
             "lr": float(self.optimizer.param_groups[0]["lr"]),
@@ -186,8 +186,7 @@ class Stepper:
         }
         if self.settings.i2t_weight_end is not None:
             numbers["i2t_weight"] = self.loss.weights[Direction.I2T]
-        for side, rows in sides.items():
-            length = magnitude(rows)
+        for side, length in lengths.items():
             numbers[f"norm_{side}_mean"] = float(length.mean())
             numbers[f"norm_{side}_std"] = float(length.std()) if len(length) > 1 else 0.0
         return numbers
@@ -212,12 +211,12 @@ class Stepper:
         return {**{k: initial[k] for k in ("run", "loss", "norm")}, **pairs}
 
     @torch.no_grad()
-    def _not_finite(self, batch: Batch, sides: dict[str, Tensor], out: LossOutput, step: int) -> dict[str, Any]:
+    def _not_finite(self, batch: Batch, out: LossOutput, step: int) -> dict[str, Any]:
         """Where a NaN or an infinity came from, as plain values: the samples' keys of all processes, those whose own
         features are not finite, and the parameters whose gradient is not."""
         keys = [k for part in distributed.gather_objects(batch.keys) for k in part]
         named = [*self.towers.named_parameters(), *self.loss.named_parameters()]
-        lost = torch.stack([~magnitude(rows).isfinite() for rows in sides.values()]).any(dim=0).tolist()
+        lost = torch.stack([~length.isfinite() for length in out.lengths.values()]).any(dim=0).tolist()
         return {
             "step": step + 1,
             "loss": str(float(out.loss.detach())),

@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from naive import known_positives
 from torch import Tensor, nn
 
 from mmclip.config_loss import LossSettings
 from mmclip.curriculum import exponents_at, i2t_weight_at, start_exponents
 from mmclip.distributed import average_, gather_ids, gather_rows, world
-from mmclip.losses import ContrastiveLoss, Positives, clip_loss, contrastive_loss, direction_weights, known_positives
+from mmclip.losses import ContrastiveLoss, Positives, clip_loss, contrastive_loss, direction_weights
 from mmclip.similarity import SCALE_INIT, Direction, Exponents, Normalization
 
 SPLITS = {2: (5, 3), 3: (4, 1, 3)}  # rows of each rank, by the number of ranks: 8 in all, shared out unevenly
@@ -89,18 +90,20 @@ def backward(
     network: nn.Module,
     loss: ContrastiveLoss,
     step: int = 0,
-    gather: Gather = gather_rows,
+    gather: Gather | None = None,
     exponents: Exponents | None = None,
 ) -> Found:
-    """What a training step does up to its backward pass; on one process the gathering does nothing."""
+    """What a training step does up to its backward pass: each gives its rows, or, with ``gather``, those of all."""
     sides, rows = own_batch(next(loss.parameters()).dtype, seed=step)
     image, text = network(**sides)
-    ids = gather_ids(IMAGE_ID[rows]), gather_ids(TEXT_ID[rows])
-    # as in training, the untrained direction's loss is asked for in some steps only
-    gathered = {"image": gather(image), "text": gather(text)}
+    ids = IMAGE_ID[rows], TEXT_ID[rows]
+    given = {"image": image, "text": text}
     if exponents is not None:
-        loss.similarity.change_exponents(exponents, gathered)
-    out = loss(gathered, *ids, untrained=step % 2 == 0)
+        loss.similarity.change_exponents(exponents, {side: gather_rows(x) for side, x in given.items()})
+    if gather is not None:
+        given, ids = {side: gather(x) for side, x in given.items()}, (gather_ids(ids[0]), gather_ids(ids[1]))
+    # as in training, the untrained direction's loss is asked for in some steps only
+    out = loss(given, *ids, untrained=step % 2 == 0, across_ranks=gather is None)
     out.loss.backward()
     return {"loss": out.loss.detach()} | {f"loss_{d.value}": v for d, v in out.by_direction.items()}
 
@@ -117,7 +120,7 @@ def collect(network: nn.Module, loss: ContrastiveLoss) -> Found:
     return {n: p.grad for n, p in named.items() if p.grad is not None} | dict(loss.named_buffers())
 
 
-def one_step(case: Case, dtype: torch.dtype, gather: Gather = gather_rows) -> Found:
+def one_step(case: Case, dtype: torch.dtype, gather: Gather | None = None) -> Found:
     network, loss = network_of(dtype), case.build(dtype)
     return backward(network, loss, gather=gather) | collect(network, loss)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from naive import known_positives
 from open_clip.loss import ClipLoss
 from torch import nn
 
@@ -15,7 +16,6 @@ from mmclip.losses import (
     clip_loss,
     contrastive_loss,
     direction_weights,
-    known_positives,
 )
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
