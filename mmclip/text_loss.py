@@ -23,6 +23,7 @@ from mmclip import distributed
 from mmclip.array_files import read_arrays, write_arrays
 from mmclip.config_text_train import TextTrainSettings
 from mmclip.errors import UsageError, one_line
+from mmclip.gram_way import Relation
 from mmclip.losses import ContrastiveLoss, Positives
 from mmclip.similarity import TEXT_DIRECTIONS, Direction, Normalization
 
@@ -138,20 +139,23 @@ class RoleRankingLoss(nn.Module):
         extra = {"document": torch.cat(rows[2:])} if rows[2:] else {}
         ids = self._ids(labels, len(rows[0]), len(rows) - 2)
         if self.gather_across_devices:
-            sides, extra = _of_all_ranks(sides), _of_all_ranks(extra)
             ids = [distributed.gather_ids(i) for i in ids]
         known = self._known(*ids) if ids else {}
+
+        def loss() -> Tensor:
+            return self.loss(sides, None, None, extra, False, known, self.gather_across_devices).loss
+
         if not torch.is_grad_enabled():  # the trainer evaluates with the loss in training mode
             before = {name: state.clone() for name, state in self.loss.state_dict().items()}
-            value = self.loss(sides, extra=extra, untrained=False, known=known).loss
+            value = loss()
             self.loss.load_state_dict(before)
             return value
         mode = self.loss.training
         if distributed.world()[1] > 1 and not self.gather_across_devices:
             with torch.no_grad():  # what is remembered of lengths is of all ranks, or the ranks' alphas would part
-                self.loss(_of_all_ranks(sides), extra=_of_all_ranks(extra), untrained=False)
+                self.loss(sides, extra=extra, untrained=False, across_ranks=True)
             self.loss.eval()
-        value = self.loss(sides, extra=extra, untrained=False, known=known).loss
+        value = loss()
         self.loss.train(mode)
         return value
 
@@ -174,11 +178,16 @@ class RoleRankingLoss(nn.Module):
             )
         return []
 
-    def _known(self, query: Tensor, document: Tensor, negative: Tensor) -> dict[Direction, Tensor]:
-        """Which candidates are known to be relevant, by direction: ids [B], [B], [H] -> bool [B, B + H] and [B, B]."""
-        codes = _codes(query[:, None], torch.cat([document, negative]))
-        q2d = _within(codes, self.relevant) | _within(codes, _codes(query, document).sort().values)
-        return {Direction.Q2D: q2d, Direction.D2Q: q2d[:, : len(document)].T}
+    def _known(self, query: Tensor, document: Tensor, negative: Tensor) -> dict[Direction, Relation]:
+        """Which candidates are known to be relevant, by direction: ids [B], [B], [H]."""
+        candidate = torch.cat([document, negative])
+        paired = _codes(query, document).sort().values
+
+        def q2d(queries: Tensor, candidates: Tensor) -> Tensor:
+            codes = _codes(query[queries][:, None], candidate[candidates])
+            return _within(codes, self.relevant) | _within(codes, paired)
+
+        return {Direction.Q2D: q2d, Direction.D2Q: lambda documents, queries: q2d(queries, documents).T}
 
 
 class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
@@ -269,10 +278,6 @@ def _average(parameter: Tensor) -> None:
     """Of a gradient that accumulates over several passes, what was there is equal on all ranks and stays as it is."""
     if parameter.grad is not None:
         distributed.average_([parameter.grad])
-
-
-def _of_all_ranks(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {side: distributed.gather_rows(r) for side, r in rows.items()}
 
 
 def _codes(query: Tensor, document: Tensor) -> Tensor:

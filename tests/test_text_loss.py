@@ -160,8 +160,9 @@ def test_a_known_positive_among_hard_negatives_of_any_row_is_masked_a_target_or_
         gradient = torch.autograd.grad(loss(features, labels), [f["rows"] for f in features])[2][1]
         others = loss._known(*loss._ids(labels, 2, 1)) if policy is not Positives.NONE else {}
         if others:
-            assert others[Direction.Q2D].int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
-            assert others[Direction.D2Q].int().tolist() == [[1, 0], [0, 1]]
+            two, four = torch.arange(2), torch.arange(4)
+            assert others[Direction.Q2D](two, four).int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+            assert others[Direction.D2Q](two, two).int().tolist() == [[1, 0], [0, 1]]
         assert gradient.any(), "query 6 has it as a negative under every policy"
     assert len(set(found.values())) == 3
 
@@ -183,7 +184,7 @@ def test_membership_by_search_equals_sets_at_the_ends_of_the_ids() -> None:
     loss = RoleRankingLoss(GIVEN, relevant=torch.tensor(sorted(pairs)))
     query, document = torch.tensor([0, 1, 7, top]), torch.tensor([2, 4, 5, 6])  # pairs of the batch, none judged
     candidate = torch.tensor([0, 1, 3, top])
-    known = loss._known(query, document, candidate)[Direction.Q2D][:, 4:]
+    known = loss._known(query, document, candidate)[Direction.Q2D](torch.arange(4), torch.arange(4, 8))
     expected = [[(q, d) in pairs for d in candidate.tolist()] for q in query.tolist()]
     assert known.tolist() == expected and known.any() and not known.all()
     assert not any("relevant" in name for name in loss.state_dict())
