@@ -39,15 +39,18 @@ def gram_loss(rows: Tensor, columns: Tensor, forth: Way, back: Way | None, plan:
     RuntimeError where a second derivative is asked for.
     """
     factors = [*forth.factors, *(back.factors if back is not None else ())]
+    asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (rows, columns, *factors))
     with torch.autocast(device_type=rows.device.type, enabled=False):
-        total, values = _GramLoss.apply(forth, back, plan, rows, columns, *factors)
+        total, values = _GramLoss.apply(forth, back, plan, asked, rows, columns, *factors)
     return total, values
 
 
 class _GramLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forth: Way, back: Way | None, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        tiles = _Tiles(forth, back, plan, tensors, any(ctx.needs_input_grad))
+    def forward(
+        ctx: Any, forth: Way, back: Way | None, plan: Plan, with_gradients: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        tiles = _Tiles(forth, back, plan, tensors, with_gradients)
         total, values = tiles.run()
         ctx.gradients = tiles.gradients()
         ctx.mark_non_differentiable(values)
@@ -61,7 +64,7 @@ class _GramLoss(torch.autograd.Function):
                 "ContrastiveLoss(..., tiled=False) has"
             )
         found = [g if g is None else g * outer[0].to(g.dtype) for g in ctx.gradients]
-        return (None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 class _Tiles:

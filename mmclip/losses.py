@@ -244,6 +244,7 @@ def clip_loss(
     norm_drift: float = 0.0,
     i2t_weight_end: float | None = None,
     start: Exponents | None = None,
+    tiled: bool = True,
 ) -> ContrastiveLoss:
     """The loss by the names of ``train_clip.py``: ``--loss``, ``--norm``, ``--i2t-weight``, ``--positives``…
 
@@ -262,4 +263,5 @@ def clip_loss(
         norm_drift,
         end,
         start,
+        tiled,
     )

@@ -23,7 +23,9 @@ def same_ids(*ids: Tensor | None) -> Relation | None:
 
     def relation(query: Tensor, document: Tensor) -> Tensor:
         query, inside = (n.clamp_max(len(repeated[0]) - 1) for n in (query, document))
-        known = torch.stack([i[query][:, None] == i[inside] for i in repeated]).any(0)
+        known = torch.zeros(len(query), len(document), dtype=torch.bool, device=query.device)
+        for ids in repeated:
+            known |= ids[query][:, None] == ids[inside]
         return known & (inside == document)
 
     return relation
@@ -42,6 +44,11 @@ def relation_of(known: Known | None) -> Relation | None:
     return relation
 
 
+def takes_half(rows: Tensor) -> bool:
+    """Whether rows of half precision can be multiplied into float32 as they are."""
+    return rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16)
+
+
 def tiled_losses(
     similarity: RoleSimilarity,
     weights: Mapping[Direction, float | None],
@@ -58,11 +65,12 @@ def tiled_losses(
     """
     first, *others = weights
     row_side, column_side = first.roles({s: s for s in sides})
-    rows, columns = (
-        torch.cat([sides[s], extra[s].to(sides[s].dtype)]) if s in extra else sides[s] for s in (row_side, column_side)
-    )
-    halves = (torch.bfloat16, torch.float16)
-    if not (rows.is_cuda and rows.dtype == columns.dtype and rows.dtype in halves):
+    rows, columns = sides[row_side], sides[column_side]
+    if row_side in extra and others:
+        rows = torch.cat([rows, extra[row_side].to(rows.dtype)])
+    if column_side in extra:
+        columns = torch.cat([columns, extra[column_side].to(columns.dtype)])
+    if not (rows.dtype == columns.dtype and takes_half(rows)):
         dtype = torch.promote_types(at_least_float32(rows[:0]).dtype, at_least_float32(columns[:0]).dtype)
         rows, columns = rows.to(dtype), columns.to(dtype)
     gamma_q, gamma_d = similarity.exponents
