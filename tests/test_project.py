@@ -18,6 +18,10 @@ from mmclip.config_files import read_config
 FORBIDDEN = {
     "similarity": {"losses", "towers", "data", "retrieval", "evaluation", "training"},
     "losses": {"towers", "build", "data", "loader", "evaluation", "training"},
+    "columns": {"similarity", "losses", "towers", "training"},
+    "gram": {"similarity", "losses", "towers", "training"},  # one product and its factors: it knows no roles
+    "tiled": {"losses", "towers", "build", "data", "training"},
+    "softmax_loss": {"similarity", "losses", "towers", "training"},
     "curriculum": {"losses", "towers", "build", "data", "training"},
     "towers": {"losses", "data", "retrieval", "evaluation", "training", "similarity"},
     "data": {"metrics", "retrieval", "evaluation", "losses", "towers", "training"},
