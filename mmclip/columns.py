@@ -23,8 +23,10 @@ class Columns:
     def __init__(self, columns: Tensor, rows: Tensor, pairs: int, across_ranks: bool) -> None:
         """columns [m, ...], rows [n, ...]: of this rank, the first ``pairs`` of both are its pairs."""
         self.rank, self.ranks = world() if across_ranks else (0, 1)
-        counts = torch.tensor([pairs, len(columns) - pairs, len(rows) - pairs], device=columns.device)
-        self._pairs, self._further, further_rows = zip(*self._all(counts).view(-1, 3).tolist(), strict=True)
+        counts = [[pairs, len(columns) - pairs, len(rows) - pairs]]
+        if self.ranks > 1:
+            counts = self._all(torch.tensor(counts, device=columns.device)).tolist()
+        self._pairs, self._further, further_rows = zip(*counts, strict=True)
         self.pairs, self.first = sum(self._pairs), sum(self._pairs[: self.rank])
         self.first_further_row = sum(further_rows[: self.rank])
 

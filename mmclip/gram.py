@@ -26,7 +26,7 @@ from torch import Tensor
 from mmclip.columns import Columns
 from mmclip.gram_way import Asking, Factors, Plan, Room, Way, scaled
 
-TILE = 2**20  # numbers of a block, at least
+TILE = {"cpu": 2**20, "cuda": 2**26}  # numbers of a block, at least, by kind of device
 ROWS = 256  # rows of a block, at least: fewer and the matrix products slow down
 KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of inner products that are kept for the gradients, by kind of device
 
@@ -101,8 +101,8 @@ class _Tiles:
     def run(self) -> tuple[Tensor, Tensor]:
         plan, room, back = self.plan, self.room, self.back
         at_once = self.with_gradients and back is None and plan.focal is None
-        keep = KEEP.get(self.rows.device.type, KEEP["cpu"]) if plan.keep is None else plan.keep
-        keeping = self.with_gradients and not at_once and len(self.rows) * room.row_bytes <= keep
+        fits = len(self.rows) * room.row_bytes <= self._of_device(KEEP)
+        keeping = self.with_gradients and not at_once and fits
         kept: list[Tensor] = []
         for at in self._blocks():
             products = self._products(at, None if keeping else room.buffer("products", at.stop - at.start))
@@ -124,10 +124,13 @@ class _Tiles:
 
     def _blocks(self) -> Iterator[slice]:
         """Blocks of rows; none holds both pairs and candidates only."""
-        height = max(ROWS, TILE // max(len(self.columns), 1))
+        height = max(ROWS, self._of_device(TILE) // max(len(self.columns), 1))
         for start, stop in ((0, self.plan.pairs), (self.plan.pairs, len(self.rows) if self.back else 0)):
             for first in range(start, stop, height):
                 yield slice(first, min(first + height, stop))
+
+    def _of_device(self, table: dict[str, int]) -> int:
+        return table.get(self.rows.device.type, table["cpu"])
 
     def _ways(self, at: slice) -> list[Asking]:
         """Those that a block concerns: rows that are candidates only do not ask."""

@@ -70,7 +70,7 @@ class Plan:
     pairs: row i and column i match for i below it; rows and columns behind are candidates only. multi: known positives
     are targets, too, instead of left out. focal: weights of all queries, [n] -> [n] of sum 1, from the log of the
     probability that each gives its targets; None: equal ones. alike: both ways
-    divide rows by the same numbers, and columns. keep: bytes, see gram.KEEP.
+    divide rows by the same numbers, and columns.
     """
 
     pairs: int
@@ -78,7 +78,6 @@ class Plan:
     focal: Callable[[Tensor], Tensor] | None = None
     alike: bool = False
     across_ranks: bool = False
-    keep: int | None = None
 
 
 class Room:

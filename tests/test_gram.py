@@ -25,7 +25,7 @@ Found = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram, "ROWS", 8)
-    monkeypatch.setattr(gram, "TILE", 1)
+    monkeypatch.setitem(gram.TILE, "cpu", 1)
 
 
 def rows(dtype: torch.dtype = torch.float64, lengths: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
