@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -103,24 +104,22 @@ def export(
     n = len(data) if n is None else min(n, len(data))
     (folder / "pictures").mkdir(parents=True)
     names: list[tuple[str, str]] = []
-    tars = [tarfile.open(folder / f"{i}.tar", "w") for i in range(shards)]
-    for row in range(n):
-        path, offset, size = data.places[row]
-        with open(path, "rb") as file:
-            file.seek(max(offset, 0))
-            content = file.read(size if offset >= 0 else -1)
-        texts = data.captions[row][:captions]
-        kind = "png" if content.startswith(b"\x89PNG") else "webp" if content[8:12] == b"WEBP" else "jpg"
-        picture = folder / "pictures" / f"{row:07}.{kind}"
-        picture.write_bytes(content)
-        names += [(str(picture), text) for text in texts]
-        # one shard after the other: what both read first, with as many pictures as a batch, is the same set
-        for suffix, member in ((kind, content), ("txt", "\n".join(texts).encode())):
-            info = tarfile.TarInfo(f"{row:07}.{suffix}")
-            info.size = len(member)
-            tars[row * shards // n].addfile(info, io.BytesIO(member))
-    for tar in tars:
-        tar.close()
+    with contextlib.ExitStack() as stack:
+        tars = [stack.enter_context(tarfile.open(folder / f"{i}.tar", "w")) for i in range(shards)]
+        for row in range(n):
+            path, offset, size = data.places[row]
+            with open(path, "rb") as file:
+                file.seek(max(offset, 0))
+                content = file.read(size if offset >= 0 else -1)
+            texts = data.captions[row][:captions]
+            kind = "png" if content.startswith(b"\x89PNG") else "webp" if content[8:12] == b"WEBP" else "jpg"
+            picture = folder / "pictures" / f"{row:07}.{kind}"
+            picture.write_bytes(content)
+            names += [(str(picture), text) for text in texts]
+            for suffix, member in ((kind, content), ("txt", "\n".join(texts).encode())):
+                info = tarfile.TarInfo(f"{row:07}.{suffix}")
+                info.size = len(member)
+                tars[row * shards // n].addfile(info, io.BytesIO(member))
     with open(folder / "data.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter="\t")
         writer.writerows([("filepath", "title"), *names])

@@ -176,7 +176,7 @@ def measure(told: m.Json) -> m.Json:
 
     timer = Timer(told["warmup"], told["steps"], told["device"])
     flags, run = (ours if told["contestant"] == "ours" else open_clip_train)(told)
-    register_optimizer_step_post_hook(timer)  # type: ignore[arg-type]
+    register_optimizer_step_post_hook(timer)
     losses = run(flags)
     if timer.step < timer.last:
         sys.exit(f"error: {told['contestant']} ended after {timer.step} of {timer.last} steps")
