@@ -65,10 +65,7 @@ def machine(device: str, threads: int) -> str:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     if device.startswith("cuda"):
         device = f"{device}, {torch.cuda.get_device_name(torch.device(device))}"
-    return (
-        f"{name}, {os.cpu_count()} cores, {threads} thread(s), {torch.get_num_threads()} by torch's own choice; "
-        f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}; device {device}"
-    )
+    return f"{name}, {os.cpu_count()} cores, {threads} thread(s); {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}; device {device}"
 
 
 def synchronize(device: str) -> None:

@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -73,11 +74,12 @@ def make_venv(folder: Path) -> str:
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.is_file():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    paths = {True: {"base": str(folder), "platbase": str(folder)}, False: None}
-    inner, outer = ([sysconfig.get_path(n, vars=paths[here]) for n in ("purelib", "platlib")] for here in (True, False))
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     # after its own packages, so that the older webdataset that open_clip_train needs goes before a newer one here
-    (Path(inner[0]) / "parent.pth").write_text("\n".join(dict.fromkeys(outer)) + "\n", encoding="utf-8")
-    needed = [r.partition(";")[0].strip() for r in requires("open_clip_torch") or [] if "training" in r]
+    seen = [path for path in sys.path if path.endswith("-packages")]
+    (site / "parent.pth").write_text("\n".join(seen) + "\n", encoding="utf-8")
+    extra = re.compile(r"extra\s*==\s*.training\b")
+    needed = [r.partition(";")[0].strip() for r in requires("open_clip_torch") or [] if extra.search(r)]
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", *needed]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
