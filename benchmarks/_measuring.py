@@ -56,7 +56,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def machine(device: str, threads: int) -> str:
-    """One line: processor, cores, threads, Python, torch, device."""
+    """One line."""
     import torch
 
     name = platform.processor() or platform.machine()
@@ -65,7 +65,8 @@ def machine(device: str, threads: int) -> str:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     if device.startswith("cuda"):
         device = f"{device}, {torch.cuda.get_device_name(torch.device(device))}"
-    return f"{name}, {os.cpu_count()} cores, {threads} thread(s); {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}; device {device}"
+    versions = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{name}, {os.cpu_count()} cores, {threads} thread(s); {versions}; device {device}"
 
 
 def synchronize(device: str) -> None:
