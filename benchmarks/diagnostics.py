@@ -29,7 +29,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import MEASURED, Json, machine, measured, medians, peak_mib, row, spent, take_turns, write_csv
+from harness import (
+    MEASURED,
+    Json,
+    machine,
+    measured,
+    medians,
+    peak_mib,
+    row,
+    settled_mib,
+    share,
+    spent,
+    take_turns,
+    write_csv,
+)
 
 FORMS = ("mmclip", "dense")
 # measure -> (how far apart the two forms' numbers may be, as a fraction; the most items that the dense form is given)
@@ -184,7 +197,7 @@ def measure(spec: Json) -> Json:
         form(spec["name"], *vectors(100, spec["dim"]), exponents, 1.0)  # imports, and what is made once
         q, d = vectors(spec["size"], spec["dim"])
         alpha = SCALE_INIT / float(mean_length_factors(q, d, exponents).prod())
-        before, start = peak_mib(), (time.perf_counter(), time.process_time())
+        before, start = settled_mib(), (time.perf_counter(), time.process_time())
         values = form(spec["name"], q, d, exponents, alpha)
         took = spent(*start)
     return {**took, "mib": peak_mib() - before, "values": values}
@@ -214,10 +227,10 @@ def compare(args: argparse.Namespace) -> int:
                 apart = max(abs(u - v) / abs(v) for u, v in zip(a, b, strict=True))
                 good &= apart <= tolerance
                 print(f"numbers {apart:.1e} apart: {'they agree' if apart <= tolerance else 'THEY DO NOT AGREE'}")
-                wall, cpu_time, mib = (of["dense"][what] / of["mmclip"][what] for what in MEASURED)
+                wall, cpu_time, mib = (share(of["dense"][what], of["mmclip"][what]) for what in MEASURED)
                 ratio = (
                     f"at N = {size:,} {wall:.1f} times as fast as the dense form ({cpu_time:.1f} by CPU time), "
-                    f"{1 / mib:.2f} of its memory"
+                    f"{share(1, mib):.2f} of its memory"
                 )
         grows = ""
         if len(cpu) > 1:

@@ -6,8 +6,10 @@ is done by ``python BENCHMARK --measure JSON``, whose last line of output is JSO
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import math
 import platform
 import resource
 import subprocess
@@ -28,6 +30,18 @@ def peak_mib() -> float:
     """The largest resident size of this process so far, in MiB."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size / MIB if sys.platform == "darwin" else size / 1024
+
+
+def settled_mib() -> float:
+    """:func:`peak_mib` to begin with: Linux is asked to forget peaks that are over, such as those of imports."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return peak_mib()
+
+
+def share(a: float, b: float) -> float:
+    """a / b; NaN where there is nothing to divide by, as the memory of something very small."""
+    return a / b if b else math.nan
 
 
 def spent(wall: float, cpu: float) -> Json:

@@ -42,6 +42,8 @@ from harness import (
     medians,
     peak_mib,
     row,
+    settled_mib,
+    share,
     spent,
     take_turns,
     write_csv,
@@ -140,7 +142,7 @@ def measure(spec: Json) -> Json | None:
             step(x, y)  # kernels are chosen or compiled by size
             x.grad = y.grad = None
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / MIB if on_cuda else peak_mib()
+        before = torch.cuda.memory_allocated() / MIB if on_cuda else settled_mib()
         times: list[Json] = []
         while not times or (len(times) < STEPS and sum(t["seconds"] for t in times) < SECOND):
             start = time.perf_counter(), time.process_time()
@@ -257,7 +259,7 @@ def ratios(batch: int, of: dict[str, Json]) -> list[str]:
     if one_way and OURS in of:
         lines.append(f"B = {batch:,}, one direction to sym: " + ", ".join(f"{n} {times(n, OURS)}" for n in one_way))
     if OURS in of and THEIRS in of:
-        memory = of[OURS]["mib"] / of[THEIRS]["mib"]
+        memory = share(of[OURS]["mib"], of[THEIRS]["mib"])
         lines.append(
             f"B = {batch:,}, ratio: {times(THEIRS, OURS)} times as fast as ClipLoss, {memory:.3f} of its memory"
         )
@@ -281,7 +283,7 @@ def compete(args: argparse.Namespace, device: str) -> int:
         print(f"medians of {args.rounds}:")
         for name, now in of.items():
             print(row(name, now))
-            shares = {f"{what} of ClipLoss's": now[what] / of[THEIRS][what] for what in MEASURED if THEIRS in of}
+            shares = {f"{what} of ClipLoss's": share(now[what], of[THEIRS][what]) for what in MEASURED if THEIRS in of}
             table.append({"B": batch, "loss": name, **now, **shares})
         if THEIRS in found and OURS in found:
             good &= same(found[OURS], found[THEIRS], args.dtype)

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import MEASURED, Json, machine, measured, medians, peak_mib, row, spent, take_turns, write_csv
+from harness import MEASURED, Json, machine, measured, medians, peak_mib, row, settled_mib, spent, take_turns, write_csv
 
 CONTESTANTS = ("mmclip", "clip-benchmark")
 THEIR_BATCH = 64  # clip-benchmark's default --batch_size, which is how many queries it looks at together
@@ -86,7 +86,7 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
     from mmclip.retrieval import BLOCK_BYTES, rank_both_ways
     from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS
 
-    imported = peak_mib()
+    imported = settled_mib()
     image, text = embeddings(args.images, args.captions, args.dim, args.noise)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not args.bar) as bar:
@@ -117,7 +117,7 @@ def measure_clip_benchmark(args: argparse.Namespace) -> Json:
     import torch
     from clip_benchmark.metrics.zeroshot_retrieval import batchify, recall_at_k
 
-    imported = peak_mib()
+    imported = settled_mib()
     image, text = embeddings(args.images, args.captions, args.dim, args.noise)
     start = time.perf_counter(), time.process_time()
     image, text = (torch.nn.functional.normalize(x, dim=-1) for x in (image, text))
