@@ -26,6 +26,7 @@ import json
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def vectors(n: int, dim: int) -> tuple[Any, Any]:
 
 def mmclip_form(name: str, q: Any, d: Any, exponents: Any, alpha: float) -> list[float]:
     """The numbers as the package takes them."""
+    found: Any  # None does not occur: vectors and lengths vary
     import numpy as np
     import torch
 
@@ -102,13 +104,14 @@ def mmclip_form(name: str, q: Any, d: Any, exponents: Any, alpha: float) -> list
         x, level = diagnostics.centred(magnitude(d).numpy())
         moments = diagnostics.split_moments(x[ids], relevant)
         how: Json = {"what": "the best", "resamples": RESAMPLES, "seed": 0}
-        effect, _ = diagnostics.effect(moments, level, np.arange(len(ids)), **how)
-        return [effect["value"], *effect["ci"]]
+        found, _ = diagnostics.effect(moments, level, np.arange(len(ids)), **how)
+        return [found["value"], *found["ci"]]
     if name == "anisotropy":
-        return [float(geometry.anisotropy(d)[0])]
+        found, _ = geometry.anisotropy(d)
+        return [found]
     if name == "effective rank":
-        rank_of, _ = geometry.effective_rank(d)
-        return [rank_of["participation"], rank_of["entropy"]]
+        found, _ = geometry.effective_rank(d)
+        return [found["participation"], found["entropy"]]
     if name == "row entropy":
         return [float(geometry.row_entropy(q, d, exponents, alpha).mean())]
     matrix = fisher.query_fisher if name == "Fisher query" else fisher.document_fisher
@@ -203,6 +206,10 @@ def measure(spec: Json) -> Json:
     return {**took, "mib": peak_mib() - before, "values": values}
 
 
+def form_of(spec: Json, form: str) -> Json | None:
+    return measured(__file__, {**spec, "form": form})
+
+
 def compare(args: argparse.Namespace) -> int:
     """All measures at all sizes. The exit code."""
     about = f"{machine(args.threads)}, D = {args.dim}, median of {args.rounds}"
@@ -216,7 +223,7 @@ def compare(args: argparse.Namespace) -> int:
             print(f"\n{name}, N = {size:,}", flush=True)
             spec = {"name": name, "size": size, "dim": args.dim, "threads": args.threads}
             forms = FORMS if limit is None or size <= limit else FORMS[:1]
-            found = take_turns(forms, args.rounds, lambda f, spec=spec: measured(__file__, {**spec, "form": f}), False)
+            found = take_turns(forms, args.rounds, partial(form_of, spec), shown=False)
             of = {form: medians(rounds) for form, rounds in found.items()}
             for form, now in of.items():
                 print(row(form, now))

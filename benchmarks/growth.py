@@ -20,7 +20,7 @@ from typing import Any
 
 import loss
 import retrieval
-from harness import Json, machine, measured, medians, read_csv, take_turns, write_csv
+from harness import Json, machine, medians, read_csv, take_turns, write_csv
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
 LABELS = {"loss": ("B", "pairs in a batch, B"), "retrieval": ("N", "images, N, with five captions each")}
@@ -40,9 +40,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def loss_at(args: argparse.Namespace, batch: int, name: str) -> Json | None:
-    spec = {"kind": "step", "batch": batch, "dim": args.dim, "threads": args.threads, "dtype": "float32"}
-    contestant = loss.OURS if name == "mmclip" else name
-    return measured(loss.__file__, {**spec, "device": "cpu", "name": contestant})
+    spec = {"batch": batch, "dim": args.dim, "threads": args.threads, "dtype": "float32", "device": "cpu"}
+    return loss.step_of(spec, loss.OURS if name == "mmclip" else name)
 
 
 def retrieval_at(args: argparse.Namespace, images: int, name: str) -> Json | None:

@@ -118,7 +118,7 @@ def write_csv(path: Path, about: str, rows: Sequence[Mapping[str, Any]]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(f"# {about}\n")
-        writer = csv.DictWriter(file, list(max(rows, key=len)), lineterminator="\n")
+        writer = csv.DictWriter(file, max((list(r) for r in rows), key=len), lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows)
 

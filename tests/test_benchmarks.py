@@ -51,8 +51,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> Any:
 
 
 def agreement_of(monkeypatch: pytest.MonkeyPatch, root: Path, planted: float) -> dict[str, Any]:
-    """benchmarks/loss.py's comparison with the plain form, whose gradients of images are off by ``planted``."""
-    loss = benchmark(monkeypatch, root, "loss")
+    """The comparison with the plain form of a loss whose gradients of images are off by ``planted``."""
+    module = benchmark(monkeypatch, root, "loss_agreement")
     stock = losses.ContrastiveLoss.forward
 
     def off(self: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def agreement_of(monkeypatch: pytest.MonkeyPatch, root: Path, planted: float) ->
         return out._replace(loss=out.loss + planted * sides["image"].sum())
 
     monkeypatch.setattr(losses.ContrastiveLoss, "forward", off)
-    found: dict[str, Any] = loss.agreement({"losses": ["asym-t2i"], "norms": ["qnorm"], "batch": 30, "dim": 4})
+    found: dict[str, Any] = module.agreement({"losses": ["asym-t2i"], "norms": ["qnorm"], "batch": 30, "dim": 4})
     return found
 
 
