@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", nargs="*", metavar="WHAT", help="loss, retrieval [both]")
     p.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16_384], metavar="B")
-    p.add_argument("--images", type=int, nargs="+", default=[250, 500, 1000, 2000, 4000, 8000], metavar="N")
+    p.add_argument("--images", type=int, nargs="+", default=[250, 500, 1000, 2000, 4000], metavar="N")
     p.add_argument("--dim", type=int, default=512, metavar="D", help="[512]")
     p.add_argument("--rounds", type=int, default=3, help="measurements of each [3]")
     p.add_argument("--threads", type=int, default=1, help="of each contestant [1]")

@@ -176,6 +176,18 @@ def rate(spec: Json) -> Json:
     return {what: flop / median(t[what] for t in times[1:]) for what in ("seconds", "cpu")}
 
 
+def compared(spec: Json) -> Json:
+    from loss_agreement import agreement
+
+    return agreement(spec)
+
+
+def counted(spec: Json) -> Json:
+    from loss_bytes import count
+
+    return count(spec)
+
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -268,15 +280,13 @@ def compete(args: argparse.Namespace, device: str) -> int:
 def main() -> int:
     args = parser().parse_args()
     if args.measure:
-        from loss_agreement import agreement
-        from loss_bytes import count
-
-        kinds = {"step": measure, "rate": rate, "agreement": agreement, "bytes": count}
+        kinds = {"step": measure, "rate": rate, "agreement": compared, "bytes": counted}
         print(json.dumps(kinds[args.measure["kind"]](args.measure)))
         return 0
     name = cuda_name() if args.device == "cuda" else "cpu"
     if name is None:
-        sys.exit("error: --device cuda: this machine has no usable CUDA device; valid here: cpu")
+        print("error: --device cuda: this machine has no usable CUDA device; valid here: cpu", file=sys.stderr)
+        return 2
     on_cuda = args.device == "cuda"
     args.batch_sizes = args.batch_sizes or ([32_768, 65_536] if on_cuda else [4_096, 16_384])
     args.dim = args.dim or (768 if on_cuda else 512)

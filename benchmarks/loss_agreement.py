@@ -8,7 +8,7 @@ import torch
 from harness import Json
 from loss import features
 
-from mmclip.losses import Positives, clip_loss, contrastive_loss, known_positives
+from mmclip.losses import Positives, clip_loss, contrastive_loss
 from mmclip.similarity import RoleSimilarity
 
 
@@ -17,7 +17,7 @@ def agreement(spec: Json) -> Json:
     rows, dim = spec["batch"], spec["dim"]
     gen = torch.Generator().manual_seed(1)
     ids = [torch.randint(most, (rows,), generator=gen) for most in (max(rows // 3, 1), 2 * rows)]
-    known = known_positives(*ids)
+    known = (ids[0][:, None] == ids[0]) | (ids[1][:, None] == ids[1])
     worst, what, compared = 0.0, "", 0
     for loss in spec["losses"]:
         for norm in spec["norms"]:

@@ -7,7 +7,7 @@ processes and n bytes in all of them together (all_gather, reduce_scatter and al
     all_reduce                                        2 (W - 1) / W * n
     broadcast, send                                   n
 
-so gloo's lack of a reduce_scatter, which torch and others replace by dearer calls, counts as the calls that are made.
+so what torch calls under gloo in place of a reduce_scatter, a scatter of every process, has the price of one.
 open_clip's loss is ClipLoss(gather_with_grad=True, local_loss=True): exact for the global batch, as mmclip's is. Both
 get float32 features of B / W rows a process and no ids. Not counted: the towers' gradients, the same for both.
 """
