@@ -17,7 +17,7 @@ from harness import read_csv
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- table: (\S+\.csv) -->\n).*?(<!-- /table -->)", re.DOTALL)
-HEADS = {"seconds": "s", "cpu": "s of CPU", "mib": "MiB above the inputs"}
+HEADS = {"seconds": "s", "cpu": "s of CPU", "mib": "MiB"}
 
 
 def cell(text: str) -> str:
