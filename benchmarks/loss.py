@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,6 +57,12 @@ THEIRS, OURS, IDS = "ClipLoss", "sym cosine", "sym cosine, ids"
 SCALE = 14.285714  # 1 / 0.07, as both begin
 AGREE = 1e-10  # with the plain form, in float64
 ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}  # of a value and of the length of a gradient
+KINDS = {  # of what a process of its own is told to do
+    "step": ("loss", "measure"),
+    "rate": ("loss", "rate"),
+    "agreement": ("loss_agreement", "agreement"),
+    "bytes": ("loss_bytes", "count"),
+}
 STEPS, SECOND = 20, 1.0  # steps of a measurement: as many as fit, at least one
 CONTROL_ROWS, CONTROL_DIM = 1000, 64
 RATE_ROWS = 4096  # of the matrix product whose rate is the floor's
@@ -176,18 +183,6 @@ def rate(spec: Json) -> Json:
     return {what: flop / median(t[what] for t in times[1:]) for what in ("seconds", "cpu")}
 
 
-def compared(spec: Json) -> Json:
-    from loss_agreement import agreement
-
-    return agreement(spec)
-
-
-def counted(spec: Json) -> Json:
-    from loss_bytes import count
-
-    return count(spec)
-
-
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -280,8 +275,8 @@ def compete(args: argparse.Namespace, device: str) -> int:
 def main() -> int:
     args = parser().parse_args()
     if args.measure:
-        kinds = {"step": measure, "rate": rate, "agreement": compared, "bytes": counted}
-        print(json.dumps(kinds[args.measure["kind"]](args.measure)))
+        module, function = KINDS[args.measure["kind"]]
+        print(json.dumps(getattr(import_module(module), function)(args.measure)))
         return 0
     name = cuda_name() if args.device == "cuda" else "cpu"
     if name is None:
