@@ -21,22 +21,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from harness import MEASURED, Json, machine, measured, medians, peak_mib, row, settled_mib, spent, take_turns, write_csv
+
 CONTESTANTS = ("mmclip", "clip-benchmark")
-MEASURED = ("seconds", "cpu", "mib")
 THEIR_BATCH = 64  # clip-benchmark's default --batch_size, which is how many queries it looks at together
 LARGE = {"images": 20_000, "captions": 5, "dim": 64}
 SMALLER = {"images": 5_000, "captions": 5, "dim": 64}  # with LARGE, two points of a line
 HUGE = (100_000, 500_000)  # images and captions to which memory is extrapolated
-
-Json = dict[str, Any]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,19 +54,9 @@ def parser() -> argparse.ArgumentParser:
         help="20,000 x 100,000 at D = 64, mmclip alone, once; memory extrapolated to 100,000 x 500,000: embeddings and "
         "results grow with images + captions and the rest is constant, so a line through two measured sizes says it",
     )
-    p.add_argument("--measure", choices=CONTESTANTS, help=argparse.SUPPRESS)  # what a process of its own is told
-    p.add_argument("--bar", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--csv", type=Path, metavar="FILE", help="write the medians here, too")
+    p.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)  # what a process of its own is told
     return p
-
-
-def peak_mib() -> float:
-    """The largest resident size so far, in MiB."""
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size / 2**20 if sys.platform == "darwin" else size / 1024
-
-
-def spent(wall: float, cpu: float) -> Json:
-    return {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
 
 
 def embeddings(images: int, captions: int, dim: int, noise: float) -> tuple[Any, Any]:
@@ -100,7 +86,7 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
     from mmclip.retrieval import BLOCK_BYTES, rank_both_ways
     from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS
 
-    imported = peak_mib()
+    imported = settled_mib()
     image, text = embeddings(args.images, args.captions, args.dim, args.noise)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not args.bar) as bar:
@@ -131,7 +117,7 @@ def measure_clip_benchmark(args: argparse.Namespace) -> Json:
     import torch
     from clip_benchmark.metrics.zeroshot_retrieval import batchify, recall_at_k
 
-    imported = peak_mib()
+    imported = settled_mib()
     image, text = embeddings(args.images, args.captions, args.dim, args.noise)
     start = time.perf_counter(), time.process_time()
     image, text = (torch.nn.functional.normalize(x, dim=-1) for x in (image, text))
@@ -146,34 +132,21 @@ def measure_clip_benchmark(args: argparse.Namespace) -> Json:
     return {**spent(*start), "mib": peak_mib() - imported, "hits": hits}
 
 
-def row(name: str, seconds: float, cpu: float, mib: float) -> str:
-    return f"{name:26} {seconds:8.2f} s {cpu:8.2f} s of CPU {mib:8.0f} MiB"
-
-
-def measured(args: argparse.Namespace, contestant: str, bar: bool = False) -> Json:
-    """What a process of its own finds."""
-    told = ["images", "captions", "dim", "noise", "threads", "lists"] + ["block_bytes"] * (args.block_bytes is not None)
-    command = [sys.executable, str(Path(__file__)), "--measure", contestant, *["--bar"] * bar]
-    for name in told:
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    command += ["--k", *map(str, args.k)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"error: measuring {contestant} failed with exit code {done.returncode}")
-    found: Json = json.loads(done.stdout.splitlines()[-1])
-    print(row(contestant, *(found[what] for what in MEASURED)), flush=True)
-    return found
+def told(args: argparse.Namespace, contestant: str, bar: bool = False) -> Json | None:
+    """What a process of its own finds; None where it does not fit into memory."""
+    names = ("images", "captions", "dim", "noise", "k", "threads", "block_bytes", "lists")
+    return measured(__file__, {**{n: getattr(args, n) for n in names}, "contestant": contestant, "bar": bar})
 
 
 def compete(args: argparse.Namespace) -> int:
     """Take turns; print medians, agreement and, last, the ratio. The exit code."""
     n_texts = args.images * args.captions
-    print(f"{args.images} images x {n_texts} captions, D = {args.dim}, {args.threads} thread(s)")
+    about = f"{machine(args.threads)}, D = {args.dim}, median of {args.rounds}"
+    print(f"{args.images} images x {n_texts} captions; {about}")
     print("mmclip: four scorings, both directions; clip-benchmark: cosine, both directions", flush=True)
-    found: dict[str, list[Json]] = {name: [] for name in CONTESTANTS}
-    for _ in range(args.rounds):
-        for name in CONTESTANTS:
-            found[name].append(measured(args, name))
+    found = take_turns(CONTESTANTS, args.rounds, lambda name: told(args, name))
+    if set(found) != set(CONTESTANTS):
+        return 1
     ours, theirs = (found[name][0] for name in CONTESTANTS)
     agree = True
     for direction, n in (("i2t", args.images), ("t2i", n_texts)):
@@ -182,11 +155,14 @@ def compete(args: argparse.Namespace) -> int:
         worst = max(abs(x - y) for x, y in zip(a, b, strict=True))
         agree &= worst <= tied
         print(f"success {direction}, mmclip | clip-benchmark: {rates}; differ in {worst} of {n} queries, {tied} tied")
-    medians = {name: [median(r[what] for r in found[name]) for what in MEASURED] for name in CONTESTANTS}
-    for name in CONTESTANTS:
-        print(row(f"{name}, median of {args.rounds}", *medians[name]))
+    of = {name: medians(found[name]) for name in CONTESTANTS}
+    for name, now in of.items():
+        print(row(f"{name}, median of {args.rounds}", now))
+    if args.csv:
+        sizes = {"images": args.images, "captions": n_texts}
+        write_csv(args.csv, about, [{**sizes, "contestant": name, **now} for name, now in of.items()])
     print("the numbers agree" if agree else "THE NUMBERS DO NOT AGREE")
-    wall, cpu, mib = (b / a for a, b in zip(*medians.values(), strict=True))
+    wall, cpu, mib = (of["clip-benchmark"][what] / of["mmclip"][what] for what in MEASURED)
     print(f"ratio: {wall:.1f} times as fast ({cpu:.1f} by CPU time), {1 / mib:.3f} of the memory")
     return 0 if agree else 1
 
@@ -198,7 +174,11 @@ def large(args: argparse.Namespace) -> int:
         now = argparse.Namespace(**{**vars(args), **size})
         rows = now.images * (1 + now.captions)
         print(f"{now.images} images x {now.images * now.captions} captions, D = {now.dim}, {now.threads} thread(s)")
-        points.append((rows, measured(now, "mmclip", bar=True)))
+        found = told(now, "mmclip", bar=True)
+        if found is None:
+            sys.exit("error: mmclip does not fit into memory")
+        print(row("mmclip", found), flush=True)
+        points.append((rows, found))
     (n1, small), (n2, big) = points
     slope = (big["mib"] - small["mib"]) / (n2 - n1)
     mib = big["mib"] + slope * (sum(HUGE) - n2)
@@ -216,8 +196,9 @@ def main() -> int:
     if args.measure:
         import torch
 
-        torch.set_num_threads(args.threads)
-        print(json.dumps(measure_mmclip(args) if args.measure == "mmclip" else measure_clip_benchmark(args)))
+        spec = argparse.Namespace(**args.measure)
+        torch.set_num_threads(spec.threads)
+        print(json.dumps((measure_mmclip if spec.contestant == "mmclip" else measure_clip_benchmark)(spec)))
         return 0
     return large(args) if args.large else compete(args)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mmclip import losses
 from mmclip.saved_embeddings import SavedEmbeddings, save_embeddings
+from mmclip.similarity import Exponents
 
 
 def run(root: Path, *flags: str, name: str = "retrieval.py") -> str:
@@ -24,6 +29,96 @@ def test_help_says_what_is_measured_and_how(root):
     text = run(root, "--help")
     for word in ("python benchmarks/retrieval.py --large", "ru_maxrss", "all four scorings", "ties", "--threads"):
         assert word in text
+
+
+def test_the_loss_is_held_against_the_plain_form_and_clip_loss_and_ends_with_the_ratio(root, tmp_path):
+    small = ("--batch-sizes", "48", "--dim", "8", "--rounds", "1", "--losses", "sym", "--norms", "cosine", "learned")
+    told = run(root, *small, "--csv", str(tmp_path / "x.csv"), name="loss.py").splitlines()
+    assert re.fullmatch(r"\d+ values and gradients against the plain form .*: they agree", told[2])
+    assert any(line.startswith("loss ") and line.endswith("they agree") for line in told)
+    assert re.fullmatch(r"B = 48, other norms to cosine: learned [\d.]+ \([\d.]+\)", told[-3])
+    assert re.fullmatch(r"B = 48, ratio: [\d.]+ \([\d.]+\) times as fast as ClipLoss, [\d.na]+ of its memory", told[-1])
+    machine, heads, *rows = (tmp_path / "x.csv").read_text().splitlines()
+    assert machine.startswith("# ") and heads.startswith("B,loss,seconds,cpu,mib,seconds of ClipLoss's")
+    names = ["ClipLoss", "sym cosine", "sym learned", '"sym cosine, ids"']
+    assert [row[3:].startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 4
+
+
+def benchmark(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> Any:
+    """A benchmark as a module, beside its siblings."""
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    return importlib.import_module(name)
+
+
+def agreement_of(monkeypatch: pytest.MonkeyPatch, root: Path, planted: float) -> dict[str, Any]:
+    """The comparison with the plain form of a loss whose gradients of images are off by ``planted``."""
+    module = benchmark(monkeypatch, root, "loss_agreement")
+    stock = losses.ContrastiveLoss.forward
+
+    def off(self: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock(self, sides, *args, **kwargs)
+        return out._replace(loss=out.loss + planted * sides["image"].sum())
+
+    monkeypatch.setattr(losses.ContrastiveLoss, "forward", off)
+    found: dict[str, Any] = module.agreement({"losses": ["asym-t2i"], "norms": ["qnorm"], "batch": 30, "dim": 4})
+    return found
+
+
+def test_a_loss_whose_gradient_is_off_is_found(root, monkeypatch):
+    assert agreement_of(monkeypatch, root, 1e-6)["worst"] > 1e-8
+
+
+def test_a_loss_that_is_the_plain_form_agrees_with_it(root, monkeypatch):
+    found = agreement_of(monkeypatch, root, 0.0)
+    assert found["worst"] < 1e-12 and found["compared"] == 3 * 6  # policies x values, features' and alpha's gradients
+
+
+def test_a_loss_that_is_not_a_number_is_found(root, monkeypatch):
+    assert math.isnan(agreement_of(monkeypatch, root, math.nan)["worst"])
+
+
+def test_clip_loss_sends_what_two_gathers_and_their_backward_send(root, tmp_path):
+    rows, dim, ranks, file = 40, 8, 2, tmp_path / "x.csv"
+    run(root, "--ranks", str(ranks), "--batch-sizes", str(rows), "--dim", str(dim), "--csv", str(file), name="loss.py")
+    found = {line.split(",")[2]: int(line.split(",")[3]) for line in file.read_text().splitlines()[2:]}
+    assert found["ClipLoss"] == 4 * rows * dim * 4 * (ranks - 1) // ranks  # two sides there and back, float32
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hubness", "d of lengths", "anisotropy", "effective rank", "row entropy", "Fisher query", "Fisher document"],
+)
+def test_diagnostics_agree_with_their_dense_forms(root, monkeypatch, name):
+    module = benchmark(monkeypatch, root, "diagnostics")
+    what = (name, *module.vectors(60, 5), Exponents(0.3, 0.8), 2.0)
+    ours, dense = module.mmclip_form(*what), module.dense_form(*what)
+    assert ours == pytest.approx(dense, rel=module.MEASURES[name][0]) and all(ours)
+
+
+def test_diagnostics_end_with_ratio_and_growth(root):
+    small = ("--measures", "anisotropy", "--sizes", "60", "90", "--dim", "5", "--rounds", "1")
+    last = run(root, *small, name="diagnostics.py").splitlines()[-1]
+    assert re.search(r"at N = 90 [\d.]+ times as fast as the dense form .*; growth N\^-?[\d.]+ from 60 to 90", last)
+
+
+def test_growth_is_measured_and_drawn_anew_from_its_points(root, tmp_path, monkeypatch):
+    run(root, "loss", "--batch-sizes", "16", "--dim", "4", "--rounds", "1", "--folder", str(tmp_path), name="growth.py")
+    assert len((tmp_path / "loss_growth.csv").read_text().splitlines()) == 2 + 2
+    (tmp_path / "loss_growth.png").unlink()
+    benchmark(monkeypatch, root, "growth").draw("loss", tmp_path)
+    assert (tmp_path / "loss_growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_are_written_between_their_marks_and_say_what_was_not_measured(root, tmp_path):
+    page, marks = tmp_path / "page.md", "<!-- table: {}.csv -->\n{}<!-- /table -->\n"
+    page.write_text("before\n" + marks.format("a", "old\n") + "between\n" + marks.format("b", "") + "after\n")
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "a.csv").write_text("# a machine\nB,loss,cpu\n16384,sym,0.123456\n")
+    filled = "a machine.\n\n| B | loss | s of CPU |\n| --- | --- | --- |\n| 16,384 | sym | 0.123 |\n\n"
+    wanted = "before\n" + marks.format("a", filled) + "between\n" + marks.format("b", "Not measured.\n") + "after\n"
+    for _ in range(2):
+        run(root, str(page), name="tables.py")
+        assert page.read_text() == wanted
 
 
 def test_retrieval_agrees_with_clip_benchmark_and_ends_with_the_ratio(root):

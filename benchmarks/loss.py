@@ -1,0 +1,299 @@
+"""How fast and in how much memory the contrastive loss is taken, against open_clip's ClipLoss.
+
+    python benchmarks/loss.py                              B = 4,096 and 16,384 at D = 512, one CPU thread: minutes
+    python benchmarks/loss.py --quick                      B = 1,024, one round
+    python benchmarks/loss.py --device cuda                B = 32,768 and 65,536 at D = 768 in bfloat16
+    python benchmarks/loss.py --ranks 2 4                  bytes that a process sends in a step
+
+A step is forward and backward from raw features [B, D] to the gradients of both sides, alpha and gamma. mmclip takes
+raw features; ClipLoss takes normalized ones, so its step begins with normalizing them, and its scale is a parameter.
+mmclip's step is that of training between two logged steps: a direction of weight 0 is left out. "ids" is sym/cosine
+with numbers of images and captions, by which training masks known positives; ClipLoss knows none.
+
+Each measurement is a process of its own, and the contestants take turns, so that a busy machine slows all. Seconds are
+by the clock and by CPU time, which other programs disturb less, the median of the steps that fit into a second, at
+least one. Memory is the peak resident size (ru_maxrss) less what it was once the inputs were made; on CUDA what torch
+has allocated. Medians of the rounds are compared; the ratios are last, by
+the clock and in brackets by CPU time.
+
+The numbers must agree, or the exit code is 1: values and gradients of every loss, norm and policy of positives with the
+plain form in float64 to 1e-10, at 1,000 rows some of which are known positives of others; and each measured value of
+sym/cosine and its gradients with ClipLoss's, to the rounding of the type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import (
+    MEASURED,
+    MIB,
+    Json,
+    cuda_name,
+    machine,
+    measured,
+    medians,
+    peak_mib,
+    row,
+    settled_mib,
+    share,
+    spent,
+    take_turns,
+    write_csv,
+)
+
+NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
+LOSSES = ("sym", "asym-i2t", "asym-t2i")
+THEIRS, OURS, IDS = "ClipLoss", "sym cosine", "sym cosine, ids"
+SCALE = 14.285714  # 1 / 0.07, as both begin
+AGREE = 1e-10  # with the plain form, in float64
+ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}  # of a value and of the length of a gradient
+KINDS = {  # of what a process of its own is told to do
+    "step": ("loss", "measure"),
+    "rate": ("loss", "rate"),
+    "agreement": ("loss_agreement", "agreement"),
+    "bytes": ("loss_bytes", "count"),
+}
+STEPS, SECOND = 20, 1.0  # steps of a measurement: as many as fit, at least one
+CONTROL_ROWS, CONTROL_DIM = 1000, 64
+RATE_ROWS = 4096  # of the matrix product whose rate is the floor's
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--batch-sizes", type=int, nargs="+", metavar="B", help="[4096 16384; on CUDA 32768 65536]")
+    p.add_argument("--dim", type=int, metavar="D", help="[512; on CUDA 768]")
+    p.add_argument("--dtype", choices=list(ROUNDING), help="of the features [float32; on CUDA bfloat16]")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="[cpu]")
+    p.add_argument("--rounds", type=int, default=3, help="measurements of each contestant [3]")
+    p.add_argument("--threads", type=int, default=1, help="of each contestant [1]")
+    p.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="[all]")
+    p.add_argument("--norms", nargs="+", choices=NORMS, default=list(NORMS), help="of sym [all]")
+    p.add_argument("--quick", action="store_true", help="B = 1,024 and one round")
+    p.add_argument("--ranks", type=int, nargs="+", metavar="N", help="count bytes between N gloo processes instead")
+    p.add_argument("--csv", type=Path, metavar="FILE", help="write the medians here, too")
+    p.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)  # what a process of its own is told
+    return p
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def features(batch: int, dim: int, dtype: Any, device: str) -> tuple[Any, Any]:
+    """Raw (image, text), each [B, D], of many lengths; a text is its image and noise. Made in place: no peak."""
+    import torch
+
+    gen = torch.Generator(device).manual_seed(0)
+    sides = [torch.randn(batch, dim, dtype=dtype, device=device, generator=gen) for _ in range(2)]
+    sides[1].mul_(2).add_(sides[0])
+    for side in sides:
+        side.mul_(torch.randn(batch, 1, dtype=dtype, device=device, generator=gen).mul_(0.3).exp_())
+        side.requires_grad_()
+    return sides[0], sides[1]
+
+
+def loss_function(spec: Json) -> tuple[Callable[[Any, Any], Any], list[Any]]:
+    """(raw image, raw text -> loss, its parameters) of a contestant: "ClipLoss", or "LOSS NORM" and maybe ", ids"."""
+    import torch
+
+    if spec["name"] == THEIRS:
+        from open_clip.loss import ClipLoss
+
+        theirs, log_scale = ClipLoss(), torch.nn.Parameter(torch.tensor(SCALE, device=spec["device"]).log())
+        unit = torch.nn.functional.normalize
+        return lambda x, y: theirs(unit(x, dim=-1), unit(y, dim=-1), log_scale.exp()), [log_scale]
+
+    from mmclip.losses import clip_loss
+
+    name, _, ids = spec["name"].partition(", ")
+    ours = clip_loss(*name.split()).to(spec["device"])
+
+    def known(rows: int) -> Json:
+        """Five captions of an image lie together; no two captions are the same."""
+        each = torch.arange(rows, device=spec["device"])
+        return {"image_id": each // 5, "text_id": each} if ids else {}
+
+    def loss(x: Any, y: Any) -> Any:
+        return ours({"image": x, "text": y}, **known(len(x)), untrained=False).loss
+
+    return loss, list(ours.parameters())
+
+
+def measure(spec: Json) -> Json | None:
+    """Median seconds and CPU seconds of a step, peak memory above the inputs, the loss and its gradient's length."""
+    import torch
+
+    torch.set_num_threads(spec["threads"])
+    on_cuda, dtype = spec["device"] == "cuda", getattr(torch, spec["dtype"])
+    loss, parameters = loss_function(spec)
+
+    def step(x: Any, y: Any) -> Any:
+        for tensor in (x, y, *parameters):
+            tensor.grad = None
+        value = loss(x, y)
+        value.backward()
+        return value.detach()
+
+    step(*features(64, spec["dim"], dtype, spec["device"]))  # what is made once is not a step's
+    x, y = features(spec["batch"], spec["dim"], dtype, spec["device"])
+    try:
+        if on_cuda:
+            step(x, y)  # kernels are chosen or compiled by size
+            x.grad = y.grad = None
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / MIB if on_cuda else settled_mib()
+        times: list[Json] = []
+        while not times or (len(times) < STEPS and sum(t["seconds"] for t in times) < SECOND):
+            start = time.perf_counter(), time.process_time()
+            value = step(x, y)
+            if on_cuda:
+                torch.cuda.synchronize()
+            times.append(spent(*start))
+        peak = torch.cuda.max_memory_allocated() / MIB if on_cuda else peak_mib()
+    except torch.OutOfMemoryError:
+        return None
+    slope = [float(t.grad.double().norm()) for t in (x, y)]
+    took = {what: median(t[what] for t in times) for what in ("seconds", "cpu")}
+    return {**took, "mib": peak - before, "loss": float(value), "slope": slope}
+
+
+def rate(spec: Json) -> Json:
+    """FLOP per second, and per second of CPU, of [B, D] x [D, B] by blocks of rows: what the floor is counted in."""
+    import torch
+
+    torch.set_num_threads(spec["threads"])
+    x, y = (t.detach() for t in features(spec["batch"], spec["dim"], getattr(torch, spec["dtype"]), spec["device"]))
+    rows, times = x[:RATE_ROWS], list[Json]()
+    for _ in range(4):  # the first is not counted
+        start = time.perf_counter(), time.process_time()
+        rows @ y.T
+        if spec["device"] == "cuda":
+            torch.cuda.synchronize()
+        times.append(spent(*start))
+    flop = 2 * len(rows) * len(y) * spec["dim"]
+    return {what: flop / median(t[what] for t in times[1:]) for what in ("seconds", "cpu")}
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def agree(base: Json, losses: list[str], norms: list[str]) -> bool:
+    spec = {**base, "kind": "agreement", "losses": losses, "norms": norms}
+    found = measured(__file__, {**spec, "batch": CONTROL_ROWS, "dim": CONTROL_DIM})
+    assert found is not None
+    good = bool(found["worst"] <= AGREE)
+    print(
+        f"{found['compared']} values and gradients against the plain form in float64, B = {CONTROL_ROWS}: at most "
+        f"{found['worst']:.1e} apart ({found['what']}): {'they agree' if good else 'THEY DO NOT AGREE'}"
+    )
+    return good
+
+
+def same(ours: list[Json], theirs: list[Json], dtype: str) -> bool:
+    """Whether two contestants' losses, and their gradients' lengths, are one number to the rounding of the type."""
+    a, b = ([found[0]["loss"], *found[0]["slope"]] for found in (ours, theirs))
+    apart = max(abs(u - v) / abs(v) for u, v in zip(a, b, strict=True))
+    good = apart <= ROUNDING[dtype]
+    print(
+        f"loss {a[0]:.6f} | ClipLoss {b[0]:.6f}, at most {apart:.1e} apart with the gradients' lengths: "
+        + ("they agree" if good else "THEY DO NOT AGREE")
+    )
+    return good
+
+
+def ratios(batch: int, of: dict[str, Json]) -> list[str]:
+    """What a batch size shows, a line each; each number by the clock, and by CPU time in brackets."""
+
+    def times(name: str, base: str) -> str:
+        return f"{of[name]['seconds'] / of[base]['seconds']:.2f} ({of[name]['cpu'] / of[base]['cpu']:.2f})"
+
+    lines = []
+    norms = [f"sym {norm}" for norm in NORMS[1:] if f"sym {norm}" in of]
+    one_way = [f"{loss} cosine" for loss in LOSSES[1:] if f"{loss} cosine" in of]
+    for names, label in ((norms, "other norms to cosine"), ([IDS], "known positives masked to none known")):
+        if names := [n for n in names if n in of and OURS in of]:
+            told = ", ".join(f"{n.removeprefix('sym ')} {times(n, OURS)}" for n in names)
+            lines.append(f"B = {batch:,}, {label}: {told}")
+    if one_way and OURS in of:
+        lines.append(f"B = {batch:,}, one direction to sym: " + ", ".join(f"{n} {times(n, OURS)}" for n in one_way))
+    if OURS in of and THEIRS in of:
+        memory = share(of[OURS]["mib"], of[THEIRS]["mib"])
+        lines.append(
+            f"B = {batch:,}, ratio: {times(THEIRS, OURS)} times as fast as ClipLoss, {memory:.3f} of its memory"
+        )
+    return lines
+
+
+def step_of(spec: Json, name: str) -> Json | None:
+    return measured(__file__, {**spec, "kind": "step", "name": name})
+
+
+def compete(args: argparse.Namespace, device: str) -> int:
+    """All contestants at each batch size. The exit code."""
+    base = {"dim": args.dim, "threads": args.threads, "dtype": args.dtype, "device": args.device}
+    about = f"{machine(args.threads, device)}, {args.dtype}, D = {args.dim}, median of {args.rounds}"
+    print(f"{about}\nforward and backward; ClipLoss and mmclip's losses by name", flush=True)
+    names = [THEIRS] + [f"sym {norm}" for norm in args.norms if "sym" in args.losses]
+    names += [IDS] * (OURS in names) + [f"{loss} cosine" for loss in args.losses if loss != "sym"]
+    good, last, table = agree(base, args.losses, args.norms), list[str](), list[Json]()
+    for batch in args.batch_sizes:
+        print(f"\nB = {batch:,}", flush=True)
+        found = take_turns(names, args.rounds, partial(step_of, {**base, "batch": batch}))
+        speed = measured(__file__, {**base, "batch": batch, "kind": "rate"})
+        of = {name: medians(rounds) for name, rounds in found.items()}
+        print(f"medians of {args.rounds}:")
+        for name, now in of.items():
+            print(row(name, now))
+            shares = {f"{what} of ClipLoss's": share(now[what], of[THEIRS][what]) for what in MEASURED if THEIRS in of}
+            table.append({"B": batch, "loss": name, **now, **shares})
+        if THEIRS in found and OURS in found:
+            good &= same(found[OURS], found[THEIRS], args.dtype)
+        if speed is not None and OURS in of:
+            what, unit = ("seconds", "s") if args.device == "cuda" else ("cpu", "s of CPU")  # what others disturb less
+            least = 2 * batch**2 * args.dim / speed[what]
+            last.append(
+                f"B = {batch:,}, floor: {3 * least:.4g} {unit} for 6 B^2 D at the measured {speed[what] / 1e9:,.0f} "
+                f"GFLOP/s; sym cosine takes {of[OURS][what] / (3 * least):.2f} times that, "
+                f"{of[OURS][what] / (4 * least):.2f} times 8 B^2 D"
+            )
+        last += ratios(batch, of)
+    if args.csv:
+        write_csv(args.csv, about, table)
+    print("\n" + "\n".join(last))
+    return 0 if good else 1
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if args.measure:
+        module, function = KINDS[args.measure["kind"]]
+        print(json.dumps(getattr(import_module(module), function)(args.measure)))
+        return 0
+    name = cuda_name() if args.device == "cuda" else "cpu"
+    if name is None:
+        print("error: --device cuda: this machine has no usable CUDA device; valid here: cpu", file=sys.stderr)
+        return 2
+    on_cuda = args.device == "cuda"
+    args.batch_sizes = args.batch_sizes or ([32_768, 65_536] if on_cuda else [4_096, 16_384])
+    args.dim = args.dim or (768 if on_cuda else 512)
+    args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
+    if args.quick:
+        args.batch_sizes, args.rounds = [1_024], 1
+    if args.ranks:
+        from loss_bytes import compare
+
+        return compare(args)
+    return compete(args, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
