@@ -30,7 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import _measuring as m
+import side_by_side as m
+from harness import machine, write_csv
 
 CONTESTANTS = ("ours", "open_clip")
 SIDES = ("image", "text")
@@ -152,7 +153,8 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
     """Take turns; print medians, agreement and, last, the ratio. The exit code."""
     from safetensors.torch import load_file
 
-    print(m.machine(args.device, args.threads), flush=True)
+    about = machine(args.threads, args.device)
+    print(about, flush=True)
     data = m.export(args.data, args.split, "eval", args.images, folder / "data", None, 1)
     settings = {n: getattr(args, n) for n in ("batch_size", "workers", "precision", "device")}
     told = {**m.write_model(args.model, folder), **data, **settings}
@@ -170,7 +172,8 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
             found[name].append(new)
             rows.append({"contestant": name, "round": turn, **new})
             print(row(name, data, new), flush=True)
-    m.save_rows(args.csv, rows)
+    if args.csv:
+        write_csv(args.csv, about, rows)
     medians = {name: dict(zip(MEASURED, m.medians(found[name], MEASURED), strict=True)) for name in CONTESTANTS}
     for name in CONTESTANTS:
         print(row(f"{name}, median of {args.rounds}", data, medians[name]))

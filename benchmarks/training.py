@@ -43,7 +43,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import _measuring as m
+import side_by_side as m
+from harness import machine, write_csv
 
 CONTESTANTS = ("ours", "open_clip_train")
 OPTIMIZER = {"lr": 5e-4, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6, "grad-clip-norm": 1.0}
@@ -208,7 +209,8 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
     """Hold both together, take turns; print medians and, last, the ratio. The exit code."""
     theirs = make_venv(args.venv)
     pythons = {"ours": sys.executable, "open_clip_train": theirs}
-    print(m.machine(args.device, args.threads), flush=True)
+    about = machine(args.threads, args.device)
+    print(about, flush=True)
     model = {**m.write_model(args.model, folder), "folder": str(folder), "layout": args.layout}
     readers = max(args.workers, 1)
     settings = {n: getattr(args, n) for n in ("batch_size", "precision", "device")}
@@ -248,7 +250,8 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
                 {"contestant": name, "round": turn} | {n: new[n] for n in ("samples_per_second", "cpu_per_step")}
             )
             print(row(name, new["samples_per_second"], new["cpu_per_step"]), flush=True)
-    m.save_rows(args.csv, rows)
+    if args.csv:
+        write_csv(args.csv, about, rows)
     medians = {name: m.medians(found[name], ("samples_per_second", "cpu_per_step")) for name in CONTESTANTS}
     for name in CONTESTANTS:
         print(row(f"{name}, median of {args.rounds}", *medians[name]))

@@ -133,7 +133,7 @@ def test_timer_counts_the_steps_after_the_warm_up(benchmark, monkeypatch):
 
 
 def test_both_layouts_hold_the_same_pictures_and_captions(benchmark, tiny_data, tmp_path):
-    measuring = benchmark("_measuring")
+    measuring = benchmark("side_by_side")
     found = measuring.export(str(tiny_data), "test", "eval", 10, tmp_path / "data", 2, 3)
     assert (found["images"], found["captions"]) == (10, 20)
     whole, files, shards = open_data(str(tiny_data), "test"), open_data(found["csv"]), open_data(found["tar"])
@@ -144,7 +144,7 @@ def test_both_layouts_hold_the_same_pictures_and_captions(benchmark, tiny_data, 
 
 
 def test_clocks_count_the_work_of_readers_that_live(benchmark):
-    measuring = benchmark("_measuring")
+    measuring = benchmark("side_by_side")
     code = "x = 0\nwhile True: x += 1"
     reader = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
     reader.start()

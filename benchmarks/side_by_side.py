@@ -10,7 +10,6 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -53,20 +52,6 @@ def settle(args: argparse.Namespace) -> None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.precision == "auto":
         args.precision = "amp_bf16" if args.device.startswith("cuda") else "fp32"
-
-
-def machine(device: str, threads: int) -> str:
-    """One line."""
-    import torch
-
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    if device.startswith("cuda"):
-        device = f"{device}, {torch.cuda.get_device_name(torch.device(device))}"
-    versions = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{name}, {os.cpu_count()} cores, {threads} thread(s); {versions}; device {device}"
 
 
 def synchronize(device: str) -> None:
@@ -174,12 +159,3 @@ def in_a_process(script: str, python: str, told: Json, threads: int) -> Json:
 
 def medians(found: Sequence[Json], names: Sequence[str]) -> list[float]:
     return [median(one[name] for one in found) for name in names]
-
-
-def save_rows(path: Path | None, rows: Sequence[Json]) -> None:
-    """A CSV of flat rows with the same keys."""
-    if path is not None:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
