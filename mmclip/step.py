@@ -10,6 +10,7 @@ state is a function of (seed, rank, step, part).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmclip import curriculum, distributed
+from mmclip import curriculum, distributed, sharding
 from mmclip.build import Model
 from mmclip.config import TrainSettings
 from mmclip.correction import native_exponents
@@ -53,11 +54,15 @@ class Stepper:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _wrap(self) -> nn.Module:
-        """Towers, then DDP, then compile: the order in which all three work."""
+        """Towers, then DDP, then compile: the order in which all three work. With --fsdp ``model`` becomes a copy
+        that one process can run while ``sharding.filled``."""
         network: nn.Module = self.towers
         if self.settings.grad_checkpointing:
             self.towers.clip.set_grad_checkpointing()
-        if self.ranks > 1:
+        if self.settings.fsdp:
+            self.model = dataclasses.replace(self.model, towers=sharding.hollow(self.towers))
+            sharding.shard(self.towers, self.runner.device, self.runner.precision)
+        elif self.ranks > 1:
             network = nn.parallel.DistributedDataParallel(
                 network, device_ids=[self.runner.device] if self.runner.device.type == "cuda" else None
             )
@@ -89,9 +94,9 @@ class Stepper:
         out, sides = self._backward(batch, step, log)
         if start:
             self.news["initial"] = self._after_start(start)
-        distributed.average_([p.grad for p in self.loss.parameters() if p.grad is not None])
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        own = [*self.loss.parameters(), *(sharding.replicated(self.towers) if self.settings.fsdp else ())]
+        distributed.average_([p.grad for p in own if p.grad is not None])
+        norm = sharding.total_norm([p.grad for p in self.parameters if p.grad is not None])
         lengths = sum(magnitude(rows.detach()).sum() for rows in sides.values())  # cosine's loss would not show them
         if not math.isfinite(float(out.loss.detach() + norm + lengths)):  # one question to the device, not three
             facts = self._not_finite(batch, sides, out, step)
@@ -99,7 +104,8 @@ class Stepper:
                 tensor.copy_(value)
             raise NotFinite(facts)
         if self.settings.grad_clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip_norm, norm)
+            for same in sharding.alike(self.parameters):
+                nn.utils.clip_grads_with_norm_(same, self.settings.grad_clip_norm, norm)
         self.optimizer.step()
         self.loss.similarity.clamp_()
         if not log:
@@ -160,7 +166,7 @@ class Stepper:
 
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
         """Passes whose gradients other processes are not told of yet."""
-        if self.ranks == 1:
+        if self.ranks == 1 or self.settings.fsdp:  # sharding.py: why a part's gradients do not wait
             return contextlib.nullcontext()
         module: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper hides DDP
         return module.no_sync()
@@ -222,8 +228,10 @@ class Stepper:
             "step": step + 1,
             "loss": str(float(out.loss.detach())),
             "keys_with_non_finite_features": [k for k, bad in zip(keys, lost, strict=True) if bad],
-            "parameters_not_finite": [n for n, p in named if not p.isfinite().all()],
-            "gradients_not_finite": [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()],
+            "parameters_not_finite": [n for n, p in named if not sharding.whole(p).isfinite().all()],
+            "gradients_not_finite": [
+                n for n, p in named if p.grad is not None and not sharding.whole(p.grad).isfinite().all()
+            ],
             "keys": keys,
         }
 
