@@ -43,10 +43,7 @@ def shard(towers: Towers, device: torch.device, precision: str) -> None:
         dist.broadcast(tensor.data, 0)
     how: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.world()[1],))}
     if precision != "fp32" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in towers.modules()):
-        # inputs stay as autocast has them: a residual stream in float32 is not rounded between blocks
-        how["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks(towers):
         fully_shard(block, **how)
     # FSDP takes no scalars (CLIP's own logit_scale); see ``replicated``

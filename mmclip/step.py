@@ -145,7 +145,7 @@ class Stepper:
             out, sides = self._loss(*self._features(batch, step, 0), batch, log)
             out.loss.backward()
             return out, sides
-        parts = batch.split(self.settings.batch_size)
+        parts = self._parts(batch)
         statistics = [b.clone() for b in self.towers.buffers()]
         # Compiled, the graphs with and without gradient are two, and nothing promises that they draw masks alike.
         with self._alone(), torch.set_grad_enabled(self.settings.torchcompile):
@@ -156,13 +156,22 @@ class Stepper:
         out, sides = self._loss(image, text, batch, log)
         out.loss.backward()
         assert image.grad is not None and text.grad is not None
-        gradients = zip(
-            image.grad.split(self.settings.batch_size), text.grad.split(self.settings.batch_size), strict=True
-        )
+        sizes = [len(part.keys) for part in parts]
+        gradients = zip(image.grad.split(sizes), text.grad.split(sizes), strict=True)
         for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
             with self._alone() if i + 1 < len(parts) else contextlib.nullcontext():
                 torch.autograd.backward(self._features(part, step, i), gradient)
         return out, sides
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The batch in parts of --batch-size rows. With --fsdp a pass is work of all processes, so they make the same
+        number of parts: the most that one needs, or as many as each has rows for."""
+        parts = batch.split(self.settings.batch_size)
+        if not self.settings.fsdp:
+            return parts
+        most, fewest = distributed.largest([len(parts), -len(batch.keys)], self.runner.device)
+        together = min(most, -fewest)
+        return parts if len(parts) == together else batch.split(self.settings.batch_size, together)
 
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
         """Passes whose gradients other processes are not told of yet."""

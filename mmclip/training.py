@@ -48,7 +48,8 @@ class Trainer:
         val_source: EvalSource | None,
         runner: Runner,
     ) -> None:
-        self.settings, self.folder, self.runner, self.source, self.val_source = settings, folder, runner, source, val_source
+        self.settings, self.folder, self.runner = settings, folder, runner
+        self.source, self.val_source = source, val_source
         self.rank, self.ranks = distributed.world()
         self.device = runner.device
         self.towers = model.towers
