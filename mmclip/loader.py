@@ -39,7 +39,7 @@ class Batch:
     bad: list[BadSample] = field(default_factory=list)
 
     def split(self, size: int, parts: int | None = None) -> list[Batch]:
-        """The batch in parts of at most ``size`` rows, in order; or in as many ``parts`` as are asked for, even ones."""
+        """The batch in parts of at most ``size`` rows, in order; or in ``parts`` even ones, where that is given."""
         total = len(self.image_id)
         bounds = [*range(0, total, size), total] if parts is None else [total * i // parts for i in range(parts + 1)]
 

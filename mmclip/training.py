@@ -48,8 +48,8 @@ class Trainer:
         val_source: EvalSource | None,
         runner: Runner,
     ) -> None:
-        self.settings, self.folder, self.runner = settings, folder, runner
-        self.source, self.val_source = source, val_source
+        self.settings, self.folder = settings, folder
+        self.source, self.val_source, self.runner = source, val_source, runner
         self.rank, self.ranks = distributed.world()
         self.device = runner.device
         self.towers = model.towers
@@ -63,8 +63,7 @@ class Trainer:
         self.batches = source.batches(settings, model)
         self.total_steps = steps_in_all(settings, self.batches.steps_per_epoch)
         self.warmup = warmup_steps(settings.warmup, self.total_steps)
-        self.step = 0
-        self.saved = -1  # the step of the newest checkpoint
+        self.step, self.saved = 0, -1  # saved: the step of the newest checkpoint
         self.taken = 0  # steps that had pictures to learn from
         self.passed_over = 0  # steps in a row that had none
         self.skipped = Skipped(settings.max_bad_samples, source.skipped)
@@ -285,8 +284,8 @@ class Trainer:
         newest are kept: of a run that went wrong the last state may not be the best."""
         state = self.state() if self.rank == 0 or self.settings.fsdp else {}
         if self.rank == 0:
-            folder = self.folder / "checkpoints"
-            checkpoints.save_checkpoint(folder, self.step, state, self.settings.keep_checkpoints + beside)
+            keep = self.settings.keep_checkpoints + beside
+            checkpoints.save_checkpoint(self.folder / "checkpoints", self.step, state, keep)
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continue from a checkpoint that ``resume.check`` has passed. Errors: UsageError where data or locked weights
