@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ def shard(towers: Towers, device: torch.device, precision: str) -> None:
     how: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.world()[1],))}
     if precision != "fp32" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in towers.modules()):
         how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # features may be views, and nothing is written into them
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPTowers\) returned a view", UserWarning)
     for block in blocks(towers):
         fully_shard(block, **how)
     # FSDP takes no scalars (CLIP's own logit_scale); see ``replicated``

@@ -228,6 +228,7 @@ def summed(folder: Path) -> Found:
     s = stepper(folder, CASES["plain"]._replace(more=()), True)
     towers: Any = s.towers
     for module in (towers, *sharding.blocks(towers)):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         module.set_gradient_divide_factor(1.0)
     s.take(own_batch(CASES["plain"], 0), 0, 0, 10, False)
     return gradients(s)
