@@ -43,6 +43,7 @@ def shard(towers: Towers, device: torch.device, precision: str) -> None:
         tensor.data = tensor.data.contiguous()  # FSDP shares out no other layout
         dist.broadcast(tensor.data, 0)
     how: dict[str, Any] = {"mesh": init_device_mesh(device.type, (distributed.world()[1],))}
+    # batch statistics are float32, and a CPU takes no weights of another type beside them
     if precision != "fp32" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in towers.modules()):
         how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # features may be views, and nothing is written into them
