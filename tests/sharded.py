@@ -27,7 +27,7 @@ from mmclip.step import NotFinite, Stepper
 from tests.tiny import MODEL
 
 SPLIT = (10, 7)  # rows of each rank: three parts of four and two, which passes of all processes cannot be
-STEPS, SECONDS = 2, 120
+STEPS, SECONDS = 2, 180
 Found = dict[str, Any]
 
 

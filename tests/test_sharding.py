@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
@@ -46,9 +47,9 @@ def ranks(folder: Path) -> list[Found]:
     set_forkserver_preload(["torch._dynamo"])
     context = mp.start_processes(on_rank, args=(str(folder),), nprocs=2, join=False, start_method="forkserver")
     assert context is not None
-    for _ in range(2):  # a rank's end, then the other's
-        if context.join(timeout=2 * SECONDS):
-            break
+    end = time.monotonic() + 3 * SECONDS
+    while not context.join(timeout=1) and time.monotonic() < end:  # it comes back at a rank's end, too
+        pass
     alive = [p for p in context.processes if p.is_alive()]
     for process in alive:
         process.kill()
