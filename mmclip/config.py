@@ -57,6 +57,12 @@ class TrainSettings(DataSettings, LossSettings):
     cache_dir: str = flag("data/cache", MODEL, "where cached trunk features are kept", metavar="DIR")
     grad_checkpointing: bool = flag(False, MODEL, "recompute activations in the backward pass: less memory, more time")
     torchcompile: bool = flag(False, MODEL, "compile the towers with torch.compile")
+    fsdp: bool = flag(
+        False,
+        MODEL,
+        "share the towers' weights, gradients and moments out over torchrun's processes (FSDP2): for models too large "
+        "to be trained on one device; checkpoints stay whole",
+    )
 
     epochs: int = flag(
         32, OPTIMIZATION, "passes over the images; one caption of each image is drawn a pass", metavar="N"
@@ -218,6 +224,8 @@ class TrainSettings(DataSettings, LossSettings):
         for path, name in ((self.image_trunk, "--image-trunk"), (self.text_trunk, "--text-trunk")):
             if path is not None and not Path(path).exists():
                 raise UsageError(f"{name} {one_line(path)}: no such file or folder")
+        if self.fsdp and self.torchcompile:
+            raise UsageError("--fsdp with --torchcompile: a compiled tower cannot be shared out; give one of the two")
         if self.measure_start and self.val_data == "none":
             raise UsageError("--measure-start evaluates the model before the first step: it needs evaluation data")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -37,8 +38,10 @@ class Batch:
     keys: list[str]
     bad: list[BadSample] = field(default_factory=list)
 
-    def split(self, size: int) -> list[Batch]:
-        """The batch in parts of at most ``size`` rows, in order."""
+    def split(self, size: int, parts: int | None = None) -> list[Batch]:
+        """The batch in parts of at most ``size`` rows, in order; or in ``parts`` even ones, where that is given."""
+        total = len(self.image_id)
+        bounds = [*range(0, total, size), total] if parts is None else [total * i // parts for i in range(parts + 1)]
 
         def rows(x: Tensor | None, part: slice) -> Tensor | None:
             return None if x is None else x[part]
@@ -52,7 +55,7 @@ class Batch:
                 self.text_id[part],
                 self.keys[part],
             )
-            for part in (slice(start, start + size) for start in range(0, len(self.image_id), size))
+            for part in (slice(start, end) for start, end in pairwise(bounds))
         ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmclip.config import CHANGEABLE
 from mmclip.errors import UsageError, one_line
 from mmclip.losses import ContrastiveLoss
+from mmclip.sharding import shared_out
 from mmclip.towers import Towers
 
 FORMAT = "mmclip-checkpoint-2"
@@ -55,6 +56,7 @@ FREE_TO_CHANGE = {
     "train_data",
     "cache_dir",
     "torchcompile",
+    "fsdp",
     "grad_checkpointing",
 }
 
@@ -110,9 +112,10 @@ def load(
     for i, moments in saved.items():
         expected = {"step": torch.zeros(()), "exp_avg": parameters[int(i)], "exp_avg_sq": parameters[int(i)]}
         _same_tensors(expected, moments, path, f"optimizer, parameter {i}")
-    towers.load_state_dict(state["towers"], strict=False)
+    towers.load_state_dict({k: shared_out(v, own[k]) for k, v in state["towers"].items()}, strict=False)
     loss.load_state_dict(state["loss"])
     # learning rates and decay are the settings', which are equal: a file does not choose them
+    saved = {i: {k: shared_out(v, parameters[int(i)]) for k, v in moments.items()} for i, moments in saved.items()}
     optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

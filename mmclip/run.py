@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from mmclip import checkpoints, curriculum, distributed, facts, resume
+from mmclip import checkpoints, curriculum, distributed, facts, resume, sharding
 from mmclip.build import build_model
 from mmclip.config import TrainSettings
 from mmclip.datasets import open_training
@@ -48,6 +48,8 @@ def train(settings: TrainSettings) -> Path:
 def _train(settings: TrainSettings, device: torch.device) -> Path:
     folder = Path(settings.logs) / run_name(settings)
     rank, ranks = distributed.world()
+    if settings.fsdp:
+        sharding.require_processes()
     distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
     checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
     state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
@@ -103,7 +105,8 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
         _introduce(trainer)
     if settings.measure_start:
-        measure_start(trainer, zero_shot)
+        with sharding.filled(trainer.model.towers, trainer.towers):
+            measure_start(trainer, zero_shot)
     signum = trainer.train()
     if signum:
         if rank == 0:
@@ -113,8 +116,9 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
                 file=sys.stderr,
             )
         raise SystemExit(128 + signum)
-    if rank == 0:
-        finish(trainer, others, zero_shot)
+    with sharding.filled(trainer.model.towers, trainer.towers):
+        if rank == 0:
+            finish(trainer, others, zero_shot)
     distributed.barrier()
     return folder
 

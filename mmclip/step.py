@@ -10,6 +10,7 @@ times: a part's random state is a function of (seed, rank, step, part).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmclip import curriculum, distributed
+from mmclip import curriculum, distributed, sharding
 from mmclip.build import Model
 from mmclip.config import TrainSettings
 from mmclip.correction import native_exponents
@@ -53,11 +54,15 @@ class Stepper:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _wrap(self) -> nn.Module:
-        """Towers, then DDP, then compile: the order in which all three work."""
+        """Towers, then DDP, then compile: the order in which all three work. With --fsdp ``model`` becomes a copy
+        that one process can run while ``sharding.filled``."""
         network: nn.Module = self.towers
         if self.settings.grad_checkpointing:
             self.towers.clip.set_grad_checkpointing()
-        if self.ranks > 1:
+        if self.settings.fsdp:
+            self.model = dataclasses.replace(self.model, towers=sharding.hollow(self.towers))
+            sharding.shard(self.towers, self.runner.device, self.runner.precision)
+        elif self.ranks > 1:
             network = nn.parallel.DistributedDataParallel(
                 network, device_ids=[self.runner.device] if self.runner.device.type == "cuda" else None
             )
@@ -89,9 +94,9 @@ class Stepper:
         out = self._backward(batch, step, log)
         if start:
             self.news["initial"] = self._after_start(start)
-        distributed.average_([p.grad for p in self.loss.parameters() if p.grad is not None])
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        own = [*self.loss.parameters(), *(sharding.replicated(self.towers) if self.settings.fsdp else ())]
+        distributed.average_([p.grad for p in own if p.grad is not None])
+        norm = sharding.total_norm([p.grad for p in self.parameters if p.grad is not None])
         lengths = sum(length.sum() for length in out.lengths.values())  # cosine's loss would not show them
         if not math.isfinite(float(out.loss.detach() + norm + lengths)):  # one question to the device, not three
             facts = self._not_finite(batch, out, step)
@@ -99,7 +104,8 @@ class Stepper:
                 tensor.copy_(value)
             raise NotFinite(facts)
         if self.settings.grad_clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip_norm, norm)
+            for same in sharding.alike(self.parameters):
+                nn.utils.clip_grads_with_norm_(same, self.settings.grad_clip_norm, norm)
         self.optimizer.step()
         self.loss.similarity.clamp_()
         if not log:
@@ -136,8 +142,7 @@ class Stepper:
 
     def _backward(self, batch: Batch, step: int, log: bool) -> LossOutput:
         """Gradients of the whole batch's loss in every parameter's ``grad``."""
-        size = self.settings.batch_size
-        parts = batch.split(size)
+        parts = self._parts(batch)
         if len(parts) == 1:
             out = self._loss(*self._features(batch, step, 0), batch, log)
             out.loss.backward()
@@ -152,15 +157,26 @@ class Stepper:
         out = self._loss(image, text, batch, log)
         out.loss.backward()
         assert image.grad is not None and text.grad is not None
-        gradients = zip(image.grad.split(size), text.grad.split(size), strict=True)
+        sizes = [len(part.keys) for part in parts]
+        gradients = zip(image.grad.split(sizes), text.grad.split(sizes), strict=True)
         for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
             with self._alone() if i + 1 < len(parts) else contextlib.nullcontext():
                 torch.autograd.backward(self._features(part, step, i), gradient)
         return out
 
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The batch in parts of --batch-size rows. With --fsdp a pass is work of all processes, so they make the same
+        number of parts: the most that one needs, or as many as each has rows for."""
+        parts = batch.split(self.settings.batch_size)
+        if not self.settings.fsdp:
+            return parts
+        most, fewest = distributed.largest([len(parts), -len(batch.keys)], self.runner.device)
+        together = min(most, -fewest)
+        return parts if len(parts) == together else batch.split(self.settings.batch_size, together)
+
     def _alone(self) -> contextlib.AbstractContextManager[Any]:
         """Passes whose gradients other processes are not told of yet."""
-        if self.ranks == 1:
+        if self.ranks == 1 or self.settings.fsdp:  # sharding.py: why a part's gradients do not wait
             return contextlib.nullcontext()
         module: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper hides DDP
         return module.no_sync()
@@ -221,8 +237,10 @@ class Stepper:
             "step": step + 1,
             "loss": str(float(out.loss.detach())),
             "keys_with_non_finite_features": [k for k, bad in zip(keys, lost, strict=True) if bad],
-            "parameters_not_finite": [n for n, p in named if not p.isfinite().all()],
-            "gradients_not_finite": [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()],
+            "parameters_not_finite": [n for n, p in named if not sharding.whole(p).isfinite().all()],
+            "gradients_not_finite": [
+                n for n, p in named if p.grad is not None and not sharding.whole(p.grad).isfinite().all()
+            ],
             "keys": keys,
         }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mmclip import checkpoints, curriculum, distributed, failures, resume
+from mmclip import checkpoints, curriculum, distributed, failures, resume, sharding
 from mmclip.alarms import Alarm, Alarms
 from mmclip.build import Model
 from mmclip.config import TrainSettings
@@ -48,28 +48,28 @@ class Trainer:
         val_source: EvalSource | None,
         runner: Runner,
     ) -> None:
-        self.settings, self.folder, self.model, self.runner = settings, folder, model, runner
-        self.source, self.val_source = source, val_source
+        self.settings, self.folder = settings, folder
+        self.source, self.val_source, self.runner = source, val_source, runner
         self.rank, self.ranks = distributed.world()
         self.device = runner.device
         self.towers = model.towers
+        self.fingerprints = {
+            "data": source.data.fingerprint(),
+            **{f"{s} trunk": self.towers.trunk_fingerprint(s) for s, locked in self.towers.locked.items() if locked},
+        }
         self.loss = build_loss(settings, model).to(self.device)
         self.stepper = Stepper(settings, model, self.loss, source, runner)
+        self.model = self.stepper.model  # for one process to run while ``sharding.filled``
         self.batches = source.batches(settings, model)
         self.total_steps = steps_in_all(settings, self.batches.steps_per_epoch)
         self.warmup = warmup_steps(settings.warmup, self.total_steps)
-        self.step = 0
-        self.saved = -1  # the step of the newest checkpoint
+        self.step, self.saved = 0, -1  # saved: the step of the newest checkpoint
         self.taken = 0  # steps that had pictures to learn from
         self.passed_over = 0  # steps in a row that had none
         self.skipped = Skipped(settings.max_bad_samples, source.skipped)
         self.alarms = self._alarms()
         self.told: list[Alarm] = []
         self.pending: dict[str, Any] = {}  # the line of a step whose validation a signal ended
-        self.fingerprints = {
-            "data": source.data.fingerprint(),
-            **{f"{s} trunk": self.towers.trunk_fingerprint(s) for s, locked in self.towers.locked.items() if locked},
-        }
 
     def _alarms(self) -> Alarms:
         val = self.val_source.main.data if self.val_source else None
@@ -102,8 +102,10 @@ class Trainer:
                     why = distributed.largest([self._stop(interrupts), 0, 0], self.device)[0]
             self.save(log)
         except ReaderDied as error:
-            self._keep()
-            raise UsageError(f"step {self.step + 1}: {error}; what was trained is kept for --resume latest") from None
+            if not self.settings.fsdp:  # where a share alone is no checkpoint, and the others do not know
+                self._keep()
+            kept = "the newest checkpoint" if self.settings.fsdp else "what was trained"
+            raise UsageError(f"step {self.step + 1}: {error}; {kept} is kept for --resume latest") from None
         finally:
             log.close()
         if why == ALARM:
@@ -232,7 +234,7 @@ class Trainer:
         A signal ends it, the time is needed to save; the continuation begins with it."""
         self.pending = {}
         try:
-            with interrupts.cutting():
+            with sharding.filled(self.model.towers, self.towers), interrupts.cutting():
                 if self.rank == 0 and self.val_source is not None:
                     numbers = self.val_source.quick_numbers(self.model, self.loss.similarity.exponents, self.runner)
                     line |= numbers
@@ -252,15 +254,15 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values. Locked trunks are left out: they are
-        rebuilt from where they came, and known by their fingerprints."""
+        rebuilt from where they came, and known by their fingerprints. With --fsdp all ask together, rank 0 gets it."""
         locked = self.towers.locked_names()
         return {
             "format": resume.FORMAT,
             "step": self.step,
             "taken": self.taken,
-            "towers": {k: v for k, v in self.towers.state_dict().items() if k not in locked},
+            "towers": sharding.gathered({k: v for k, v in self.towers.state_dict().items() if k not in locked}),
             "loss": self.loss.state_dict(),
-            "optimizer": self.stepper.optimizer.state_dict(),
+            "optimizer": sharding.gathered(self.stepper.optimizer.state_dict()),
             "settings": self.settings.to_dict(),
             "fingerprints": self.fingerprints,
             "ranks": self.ranks,
@@ -278,11 +280,12 @@ class Trainer:
         distributed.barrier()
 
     def _keep(self, beside: int = 0) -> None:
-        """A checkpoint, without a word to the other processes; ``beside`` more than the newest are kept: of a run that
-        went wrong the last state may not be the best."""
+        """A checkpoint, without a word to the other processes (with --fsdp by all of them); ``beside`` more than the
+        newest are kept: of a run that went wrong the last state may not be the best."""
+        state = self.state() if self.rank == 0 or self.settings.fsdp else {}
         if self.rank == 0:
-            folder = self.folder / "checkpoints"
-            checkpoints.save_checkpoint(folder, self.step, self.state(), self.settings.keep_checkpoints + beside)
+            keep = self.settings.keep_checkpoints + beside
+            checkpoints.save_checkpoint(self.folder / "checkpoints", self.step, state, keep)
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
         """Continue from a checkpoint that ``resume.check`` has passed. Errors: UsageError where data or locked weights
