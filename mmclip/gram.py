@@ -106,11 +106,12 @@ class _Tiles:
         kept: list[Tensor] = []
         for at in self._blocks():
             products = self._products(at, None if keeping else room.buffer("products", at.stop - at.start))
+            known = self._known(at)
             for way in self._ways(at):
-                way.see(products, at)
+                way.see(products, known[way.back], at)
             if at_once:
                 self.forth.weigh(at)
-                self._differentiate(products, at)
+                self._differentiate(products, known, at)
             if keeping:
                 kept.append(products)
         ways = [self.forth] if back is None else [self.forth, back]
@@ -118,7 +119,7 @@ class _Tiles:
         if self.with_gradients and not at_once:
             for i, at in enumerate(self._blocks()):
                 products = kept[i] if keeping else self._products(at, room.buffer("products", at.stop - at.start))
-                self._differentiate(products, at)
+                self._differentiate(products, self._known(at), at)
         total = (values * values.new_tensor([way.weight for way in ways])).sum()
         return total, values
 
@@ -140,12 +141,21 @@ class _Tiles:
     def _products(self, at: slice, out: Tensor | None) -> Tensor:
         return multiply(self.rows[at], self.columns.T, out)
 
-    def _differentiate(self, products: Tensor, at: slice) -> None:
+    def _known(self, at: slice) -> dict[bool, Tensor | None]:
+        """Known positives of a block, forth (False) and back (True)."""
+        ways = self._ways(at)
+        known = {way.back: way.known(at) for way in ways[:1]}
+        for way in ways[1:]:
+            once, first = way.way.relation is ways[0].way.relation, known[False]
+            known[way.back] = way.known(at) if not once else None if first is None else first[:, : way.width]
+        return known
+
+    def _differentiate(self, products: Tensor, known: dict[bool, Tensor | None], at: slice) -> None:
         """A block's part of all gradients."""
         whole: Tensor | None = None
         for way in self._ways(at):
             if way.weighed:
-                gradient = way.gradient(products, at)
+                gradient = way.gradient(products, known[way.back], at)
                 if whole is None:
                     whole = gradient
                     if way is self.back:  # rows that are candidates only: columns that do not ask have no part

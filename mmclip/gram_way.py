@@ -50,7 +50,7 @@ class Way:
     """A direction: its factors, the weight of its loss in the total (None: no gradient) and its known positives.
 
     relation: which queries and documents are known to match, by their numbers in the whole batch, pairs first:
-    [k], [n] -> bool [k, n].
+    [k], [n] -> bool [k, n]; one function for both ways is symmetric, and asked once.
     """
 
     factors: Factors
@@ -192,7 +192,7 @@ class Asking:
         if self.left_column is not None:
             torch.mul(block, self.left_column, out=out)
 
-    def _known(self, at: slice) -> Tensor | None:
+    def known(self, at: slice) -> Tensor | None:
         """Known positives of a block but the pairs themselves, bool [k, width]."""
         if self.way.relation is None:
             return None
@@ -209,9 +209,9 @@ class Asking:
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
-    def see(self, products: Tensor, at: slice) -> None:
+    def see(self, products: Tensor, known: Tensor | None, at: slice) -> None:
         """Take a block's scores into log-sum-exps and targets."""
-        scores, known, of = self._scores(products, at), self._known(at), self._of(at)
+        scores, of = self._scores(products, at), self._of(at)
         work = self.room.buffer("work", len(products), self.width)
         if self._has_pairs(at):
             own = self._asking_own(at)
@@ -221,12 +221,13 @@ class Asking:
             self.target[of] += torch.where(known, scores, 0).sum(self.dim)
             self.count[of] += known.sum(self.dim)
         if self.target_lse is not None:
-            targets = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device) if known is None else known
+            none = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+            targets = none if known is None else known.clone()
             if self._has_pairs(at):
                 self._own(targets, at).fill_(True)
             self.target_lse.add(torch.where(targets, scores, -torch.inf), of, self.dim, work)
         if known is not None and not self.plan.multi:
-            scores = torch.where(known, -torch.inf, scores)
+            scores = self.room.buffer("masked", len(products), self.width).copy_(scores).masked_fill_(known, -torch.inf)
         self.lse.add(scores, of, self.dim, work)
 
     def weigh(self, at: slice, weights: Tensor | None = None) -> None:
@@ -257,9 +258,9 @@ class Asking:
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
-    def gradient(self, products: Tensor, at: slice) -> Tensor:
+    def gradient(self, products: Tensor, known: Tensor | None, at: slice) -> Tensor:
         """Of the total in a block's inner products, [k, width]; those in the factors are summed up."""
-        scores, known, of = self._scores(products, at), self._known(at), self._of(at)
+        scores, of = self._scores(products, at), self._of(at)
         out = self.room.buffer("back" if self.back else "whole", len(products), self.width)
         torch.sub(scores, self.shift[of].unsqueeze(self.dim), out=out).exp_()
         if known is not None:
