@@ -55,7 +55,7 @@ class Trainer:
         self.towers = model.towers
         self.loss = build_loss(settings, model).to(self.device)
         self.stepper = Stepper(settings, model, self.loss, source, runner)
-        self.batches = source.batches(settings, model)
+        self.batches = source.batches(settings, model, pin=self.device.type == "cuda")
         self.total_steps = steps_in_all(settings, self.batches.steps_per_epoch)
         self.warmup = warmup_steps(settings.warmup, self.total_steps)
         self.step = 0
