@@ -41,11 +41,8 @@ class Tokenizer:
     def __call__(self, captions: str | list[str]) -> Tensor:
         """[B, context_length] token ids."""
         captions = [captions] if isinstance(captions, str) else captions
-        tokens: Tensor = self.stock([c if len(c) <= self.longest else self._cut(c) for c in captions])
+        tokens: Tensor = self.stock([c if len(c) <= self.longest else " ".join(c.split())[: self.longest] for c in captions])
         return tokens
-
-    def _cut(self, caption: str) -> str:
-        return " ".join(caption.split())[: self.longest]
 
     def save_pretrained(self, folder: str) -> None:
         self.stock.save_pretrained(folder)

@@ -7,7 +7,7 @@ changes it, and a run can start in the middle of an epoch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +79,9 @@ class TrainBatches:
     """The training order of a data set.
 
     batch_size is a process's and forward pass's; the global batch is batch_size * accum_freq * world_size, one item of
-    ``batches`` a process. ``pin``: batches lie in pinned memory, for a CUDA device. ``drop_last`` False keeps the last, partial global batch, shared out as evenly as it goes.
+    ``batches`` a process. ``shorten``: of a batch's token ids, padding that no
+    text of it needs. ``pin``: batches lie in pinned memory, for a CUDA device. ``least``: pictures may be decoded
+    smaller (``read_image``). ``drop_last`` False keeps the last, partial global batch, shared out as evenly as it goes.
     ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UsageError for a
     batch larger than the data.
     """
@@ -99,12 +101,15 @@ class TrainBatches:
         accum_freq: int = 1,
         images: bool = True,
         text: bool = True,
+        shorten: Callable[[Tensor], Tensor] | None = None,
         pin: bool = False,
+        least: int | None = None,
     ) -> None:
         self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
         self.seed, self.workers, self.drop_last = seed, workers, drop_last
         self.joint = batch_size * accum_freq * world_size  # images of a step, of all processes
-        self.rank, self.world_size, self.pin = rank, world_size, pin
+        self.rank, self.world_size = rank, world_size
+        self.shorten, self.pin, self.least = shorten, pin, least
         counts = np.array([len(c) for c in data.captions])
         self.first_caption = np.concatenate([[0], np.cumsum(counts)])
         self.text_ids = text_ids(data.captions)
@@ -162,9 +167,10 @@ class TrainBatches:
             _, blank, _ = read_images(Blank(), [0], self.transform, [np.random.SeedSequence(0)])
             images = [] if blank is None else [blank[:0]]
         flat = self.drawn(epoch, rows)
+        tokens = self._cat([part.tokens for part in parts if part.tokens is not None]) if self.tokenize else None
         return Batch(
             self._cat(images) if images else None,
-            self._cat([part.tokens for part in parts if part.tokens is not None]) if self.tokenize else None,
+            self.shorten(tokens) if self.shorten and tokens is not None else tokens,
             torch.tensor(rows, dtype=torch.long),
             torch.from_numpy(flat),
             self.text_ids[flat],
@@ -205,7 +211,7 @@ class _Parts(Dataset[_Part]):
         bad: list[BadSample] = []
         if o.transform is not None:
             seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
-            rows, images, bad = read_images(o.data, rows, o.transform, seeds)
+            rows, images, bad = read_images(o.data, rows, o.transform, seeds, o.least)
         tokens = None
         if o.tokenize is not None:
             flat = o.drawn(self.epoch, rows).tolist()

@@ -6,7 +6,8 @@ and the device makes of them what the two would have made, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ def as_bytes(transform: Transform) -> Transform:
         return transform
     steps = transform.transforms  # type: ignore[attr-defined]
     return transforms.Compose([*steps[:-2], transforms.PILToTensor()])
+
+
+def least_side(transform: Transform) -> int | None:
+    """The shorter side that a picture must have so that ``transform`` never enlarges what it cuts out: that of the
+    smallest random crop, or of the plain resize. None where that cannot be told."""
+    first = transform.transforms[0] if isinstance(transform, transforms.Compose) else None
+    if isinstance(first, transforms.RandomResizedCrop):
+        narrowest = min(first.ratio[0], 1 / first.ratio[1])
+        return math.ceil(max(first.size) / math.sqrt(min(first.scale) * narrowest))
+    if isinstance(first, transforms.Resize):
+        return max(first.size) if isinstance(first.size, Sequence) else int(first.size)
+    return None
 
 
 class Pixels:

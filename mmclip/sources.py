@@ -17,7 +17,7 @@ from mmclip.config import TrainSettings
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.image_text import ImageTextData
 from mmclip.loader import Batch, TrainBatches
-from mmclip.pixels import as_bytes
+from mmclip.pixels import as_bytes, least_side
 from mmclip.skipped import by_key
 from mmclip.trunk_cache import cached_trunk
 
@@ -65,26 +65,21 @@ class Source:
                 source.data = source.data.subset(kept)
         return source
 
-    def inputs(
-        self, side: str, batch: Batch, model: Model, device: torch.device, whole: bool = False
-    ) -> tuple[Tensor, bool]:
-        """(what the towers take for this side of a batch, whether it is a trunk's output); ``whole``: texts with all of
-        their padding."""
+    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
+        """(a side of a batch, pictures still as they were read; whether it is a trunk's output)."""
         if side in self.cached:
             rows = batch.image_id if side == "image" else batch.caption_row
             return self.cached[side][rows].to(device, non_blocking=True), True
         live = batch.images if side == "image" else batch.tokens
         assert live is not None, "the loader reads whatever is not cached"
-        if side == "text" and not whole:
-            live = model.towers.shortened(live)
-        on_device = live.to(device, non_blocking=True)
-        return model.pixels(on_device) if side == "image" else on_device, False
+        return live.to(device, non_blocking=True), False
 
     def batches(self, settings: TrainSettings, model: Model, pin: bool = False) -> TrainBatches:
         rank, ranks = distributed.world()
+        transform = model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg))
         return TrainBatches(
             self.data,
-            as_bytes(model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg))),
+            as_bytes(transform),
             model.tokenize,
             batch_size=settings.batch_size,
             accum_freq=settings.accum_freq,
@@ -95,7 +90,9 @@ class Source:
             world_size=ranks,
             images="image" not in self.cached,
             text="text" not in self.cached,
+            shorten=None if settings.torchcompile else model.towers.shortened,  # compiled once, for one shape
             pin=pin,
+            least=least_side(transform) if settings.fast_decode else None,
         )
 
     def vectors(

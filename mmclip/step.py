@@ -115,9 +115,10 @@ class Stepper:
     def _features(self, batch: Batch, step: int, part: int) -> tuple[Tensor, Tensor]:
         """Raw features of a part, in float32 or wider."""
         torch.manual_seed(seed_of(self.settings.seed, self.rank, step, part))
-        images, image_from_trunk = self.source.inputs("image", batch, self.model, self.runner.device)
-        whole = self.settings.torchcompile  # one shape, compiled once
-        texts, text_from_trunk = self.source.inputs("text", batch, self.model, self.runner.device, whole)
+        images, image_from_trunk = self.source.inputs("image", batch, self.runner.device)
+        texts, text_from_trunk = self.source.inputs("text", batch, self.runner.device)
+        if not image_from_trunk:
+            images = self.model.pixels(images)
         try:
             with self.runner.autocast():
                 image, text = self.network(images, texts, image_from_trunk, text_from_trunk)
