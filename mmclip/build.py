@@ -40,8 +40,8 @@ class Tokenizer:
 
     def __call__(self, captions: str | list[str]) -> Tensor:
         """[B, context_length] token ids."""
-        captions = [captions] if isinstance(captions, str) else captions
-        tokens: Tensor = self.stock([c if len(c) <= self.longest else " ".join(c.split())[: self.longest] for c in captions])
+        captions, n = [captions] if isinstance(captions, str) else captions, self.longest
+        tokens: Tensor = self.stock([c if len(c) <= n else " ".join(c.split())[:n] for c in captions])
         return tokens
 
     def save_pretrained(self, folder: str) -> None:

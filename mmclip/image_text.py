@@ -93,8 +93,8 @@ class ImageTextData:
     def read_image(self, row: int, least: int | None = None) -> Image.Image:
         """The picture of a row, decoded, in RGB. Errors: BadSample naming key, file and reason.
 
-        ``least``: a JPEG may be decoded at a half, a quarter or an eighth of its size, as long as its shorter side keeps
-        that many pixels: faster, with other pixels.
+        ``least``: a JPEG may be decoded at a half, a quarter or an eighth of its size, as long as its shorter side
+        keeps that many pixels: faster, with other pixels.
         """
         path, offset, size = self.places[row]
         try:

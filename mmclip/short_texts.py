@@ -12,14 +12,14 @@ from typing import Any
 from open_clip.transformer import text_global_pool
 from torch import Tensor, nn
 
-MULTIPLE = 8  # of which a batch's length is one: few shapes, and whole tiles for matrix units
+MULTIPLE = 8  # of which a batch's length is one on a GPU: few shapes, and attention's masks stay aligned
 
 
-def shortened(module: Any, tokens: Tensor) -> Tensor:
+def shortened(module: Any, tokens: Tensor, multiple: int = 1) -> Tensor:
     """Token ids [B, L] on the CPU -> [B, l] with what ``encode_short``, or a Hugging Face tower, needs of them.
 
-    module: what holds a model's text tower. All are needed where attention goes both ways without a mask, or where the
-    feature is read at the last position.
+    module: what holds a model's text tower. l is a multiple of ``multiple``, or L. All are needed where attention goes
+    both ways without a mask, or where the feature is read at the last position.
     """
     if not len(tokens):
         return tokens
@@ -30,7 +30,12 @@ def shortened(module: Any, tokens: Tensor) -> Tensor:
         used = int(_end(module, tokens).max()) + 1
     else:
         return tokens
-    return tokens[:, : -(-used // MULTIPLE) * MULTIPLE]
+    return tokens[:, : -(-used // multiple) * multiple]
+
+
+def is_short(module: Any, tokens: Tensor) -> bool:
+    """Whether token ids are fewer than open_clip's own tower takes. A Hugging Face tower takes any number."""
+    return not hasattr(module, "pooler") and _reads_its_end(module) and tokens.shape[1] < len(module.attn_mask)
 
 
 def encode_short(module: Any, tokens: Tensor) -> Tensor:
@@ -49,10 +54,10 @@ def encode_short(module: Any, tokens: Tensor) -> Tensor:
     return pooled
 
 
-def _pooling(module: Any) -> tuple[str, int | None]:
+def _pooling(module: Any) -> tuple[str, int]:
     """(open_clip's pool type, the end token's id): CLIP and TextTransformer name them differently."""
     prefix = "text_" if hasattr(module, "text_pool_type") else ""
-    return getattr(module, f"{prefix}pool_type"), getattr(module, f"{prefix}eos_id", None)
+    return getattr(module, f"{prefix}pool_type"), getattr(module, f"{prefix}eos_id")
 
 
 def _reads_its_end(module: Any) -> bool:
@@ -64,4 +69,4 @@ def _reads_its_end(module: Any) -> bool:
 def _end(module: Any, tokens: Tensor) -> Tensor:
     """The position that each text's feature is read at: [B]."""
     kind, end = _pooling(module)
-    return (tokens == end).int().argmax(dim=-1) if kind == "eos" else tokens.argmax(dim=-1)
+    return tokens.eq(end).int().argmax(dim=-1) if kind == "eos" else tokens.argmax(dim=-1)

@@ -175,7 +175,7 @@ def _parts(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, 
                 found[part].append(clock.spent[part])
     finally:
         torch.autograd.backward, stepper.network = engine, network
-        stepper.source.inputs = inputs  # type: ignore[method-assign]
+        del stepper.source.inputs
     return found
 
 

@@ -68,10 +68,13 @@ class Towers(nn.Module):
 
     def shortened(self, tokens: Tensor) -> Tensor:
         """Token ids [B, L] on the CPU without the columns that change no feature."""
-        return short_texts.shortened(self.text_module, tokens)
+        on_cpu = (
+            self.clip.logit_scale.device.type == "cpu"
+        )  # where every position costs, and no shape more than another
+        return short_texts.shortened(self.text_module, tokens, 1 if on_cpu else short_texts.MULTIPLE)
 
     def _encode(self, side: str, inputs: Tensor) -> Tensor:
-        if side == "text" and inputs.shape[1] < getattr(self.text_module, "context_length", 0):
+        if side == "text" and short_texts.is_short(self.text_module, inputs):
             return short_texts.encode_short(self.text_module, inputs)
         encode = self.clip.encode_image if side == "image" else self.clip.encode_text
         features: Tensor = encode(inputs, normalize=False)

@@ -11,6 +11,7 @@ import torch
 
 from mmclip.build import Model, build_model
 from mmclip.embeddings import Runner, encode_text
+from mmclip.short_texts import shortened
 from tests.tiny import MODEL
 
 CAPTIONS = ["a dog", "two cats on a red mat", "a", "", "two cats on a red mat", "a dog and a very long lawn mower"]
@@ -41,8 +42,8 @@ def build(folder: Path, change: dict[str, Any]) -> Model:
 def test_features_and_gradients_are_those_of_the_whole_context(tmp_path: Path, kind: str) -> None:
     model = build(tmp_path, KINDS[kind])
     whole, short = model.tokenize(CAPTIONS), model.tokens(CAPTIONS)
-    assert whole.shape == (6, 32) and short.shape == (6, 16)
-    assert torch.equal(whole[:, :16], short)
+    assert whole.shape == (6, 32) and short.shape == (6, 10)
+    assert torch.equal(whole[:, :10], short)
     parameters = [p for n, p in model.towers.named_parameters() if "visual" not in n and p.requires_grad]
     weights = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     found = []
@@ -62,10 +63,23 @@ def test_what_reads_all_positions_gets_them(tmp_path: Path, kind: str) -> None:
     assert torch.equal(model.tokens(CAPTIONS), model.tokenize(CAPTIONS))
 
 
+def test_a_hugging_face_tower_masks_what_is_left_out(shared: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model("effnet_lite0-minilm.json", text_trunk=str(shared / "models" / "all-MiniLM-L6-v2"))
+    model.towers.eval()
+    whole, short = model.tokenize(CAPTIONS), model.tokens(CAPTIONS)
+    assert short.shape == (6, 10) and whole.shape == (6, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(model.towers(text=short)[1], model.towers(text=whole)[1], atol=1e-5, rtol=1e-4)
+
+
 def test_no_texts_and_full_ones(tmp_path: Path) -> None:
     model = build(tmp_path, {})
     assert model.towers.shortened(model.tokenize(["a"])[:0]).shape == (0, 32)
     assert model.tokens(["word " * 50]).shape == (1, 32)
+    nine = model.tokenize(["one two three four five six seven"])
+    lengths = [shortened(model.towers.text_module, nine, multiple).shape[1] for multiple in (1, 8, 20, 40)]
+    assert lengths == [9, 16, 20, 32]
 
 
 def test_equal_captions_are_encoded_once_and_all_come_back_in_their_order(tmp_path: Path) -> None:
@@ -78,7 +92,7 @@ def test_equal_captions_are_encoded_once_and_all_come_back_in_their_order(tmp_pa
         return encode_text(model)(tokens)
 
     found = runner.texts(encode, CAPTIONS, model.tokens)
-    assert sum(len(t) for t in seen) == 5 and seen[-1].shape[1] == 8, "the shortest last"
+    assert sum(len(t) for t in seen) == 5 and seen[-1].shape[1] == 2, "the shortest last"
     with torch.no_grad():
         torch.testing.assert_close(found, model.towers(text=model.tokenize(CAPTIONS))[1], atol=1e-5, rtol=1e-5)
     assert torch.equal(found[1], found[4])
