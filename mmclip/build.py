@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from torch import Tensor
 from mmclip.config_files import nearest
 from mmclip.errors import UsageError, one_line
 from mmclip.model_names import WEIGHT_FILES, check_model, check_sizes, read_facts, read_model_config, refuse_coca
+from mmclip.pixels import Pixels
 from mmclip.towers import Towers
 
 
@@ -38,12 +40,9 @@ class Tokenizer:
 
     def __call__(self, captions: str | list[str]) -> Tensor:
         """[B, context_length] token ids."""
-        captions = [captions] if isinstance(captions, str) else captions
-        tokens: Tensor = self.stock([c if len(c) <= self.longest else self._cut(c) for c in captions])
+        captions, n = [captions] if isinstance(captions, str) else captions, self.longest
+        tokens: Tensor = self.stock([c if len(c) <= n else " ".join(c.split())[:n] for c in captions])
         return tokens
-
-    def _cut(self, caption: str) -> str:
-        return " ".join(caption.split())[: self.longest]
 
     def save_pretrained(self, folder: str) -> None:
         self.stock.save_pretrained(folder)
@@ -77,6 +76,15 @@ class Model:
         except Exception as error:  # whatever torchvision and timm raise for numbers that they cannot use
             raise UsageError(f"--aug-cfg {one_line(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
         return transform
+
+    def tokens(self, captions: list[str]) -> Tensor:
+        """[B, L] token ids, L no more than these captions need."""
+        return self.towers.shortened(self.tokenize(captions))
+
+    @functools.cached_property
+    def pixels(self) -> Pixels:
+        """A batch on the device, of ``transform``'s or its ``as_bytes``' pictures -> what the image tower takes."""
+        return Pixels(self.transform(), self.towers.clip.visual)
 
 
 def build_model(

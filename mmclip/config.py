@@ -147,6 +147,14 @@ class TrainSettings(DataSettings, LossSettings):
     report: bool = flag(True, RUN, "write report.html at the end: numbers, curves, best and worst retrievals")
     keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
     strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")
+    benchmark: int | None = flag(
+        None,
+        RUN,
+        "take N steps after a few to warm up, print samples a second, MFU, peak memory and where the time goes, and "
+        "leave: no run folder, no validation",
+        type=int,
+        metavar="N",
+    )
     val_steps: int | None = flag(None, RUN, "validate both directions every N steps [an epoch]", type=int, metavar="N")
     save_steps: int | None = flag(None, RUN, "write a checkpoint every N steps [an epoch]", type=int, metavar="N")
     log_every_n_steps: int = flag(10, RUN, "steps between lines of metrics.jsonl", metavar="N")
@@ -182,6 +190,7 @@ class TrainSettings(DataSettings, LossSettings):
             "keep_checkpoints",
             "epochs",
             "max_steps",
+            "benchmark",
             "val_steps",
             "save_steps",
             "log_every_n_steps",
@@ -212,6 +221,8 @@ class TrainSettings(DataSettings, LossSettings):
             raise UsageError(f"--name {one_line(self.name)!r}: a plain folder name is expected, without slashes")
         if self.may_change and not self.resume:
             raise UsageError(f"--may-change {' '.join(self.may_change)} is for --resume")
+        if self.benchmark is not None and self.resume:
+            raise UsageError(f"--benchmark {self.benchmark} beside --resume: it measures and keeps nothing")
         if self.resume == "latest" and self.name is None:
             raise UsageError("--resume latest needs --name, the run to continue")
         if self.pretrained and self.model.startswith("local-dir:"):

@@ -77,24 +77,30 @@ class Runner:
     def texts(
         self, encode: Encode, captions: Sequence[str], tokenize: Callable[[list[str]], Tensor], label: str = "captions"
     ) -> Tensor:
-        """[M, W] float32 on the CPU, a row a caption."""
+        """[M, W] float32 on the CPU, a row a caption.
+
+        Equal captions are encoded once, and captions of like length together, the longest first: what a batch costs is
+        its longest one's (mmclip.short_texts).
+        """
+        different = sorted(set(captions), key=lambda c: (-len(c), c))
         parts: list[Tensor] = []
         with progress_bar() as bar:
             bar.disable = bar.disable or not self.progress
-            task = bar.add_task(label, total=len(captions), note="")
-            for tokens in iterate_texts(captions, tokenize, self.batch_size):
+            task = bar.add_task(label, total=len(different), note="")
+            for tokens in iterate_texts(different, tokenize, self.batch_size):
                 with self.autocast():
                     parts.append(encode(tokens.to(self.device, non_blocking=True)).float().cpu())
                 bar.advance(task, len(tokens))
         self._say(f"{label}: {len(captions)} done")
         if not parts:
             raise UsageError("there are no captions to encode")
-        return torch.cat(parts)
+        place = {caption: row for row, caption in enumerate(different)}
+        return torch.cat(parts)[[place[caption] for caption in captions]]
 
 
 def encode_image(model: Model) -> Encode:
     """Raw image features of a model, pictures in."""
-    return lambda images: model.towers(image=images)[0]
+    return lambda images: model.towers(image=model.pixels(images))[0]
 
 
 def encode_text(model: Model) -> Encode:

@@ -15,6 +15,7 @@ from mmclip.distractors import KINDS, TWINS, Corrupted, captions
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import ImageTextData
+from mmclip.pixels import as_bytes
 from mmclip.pools import Distractors, EvalData
 from mmclip.retrieval import rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
@@ -75,11 +76,12 @@ class EvalSource:
         mark = f"seed {seed}"
         if KINDS[kind] == "text":
             texts = captions(kind, found.captions, len(found.captions), seed)
-            vectors = runner.texts(encode_text(model), texts, model.tokenize, kind)
+            vectors = runner.texts(encode_text(model), texts, model.tokens, kind)
             return Distractors(kind, text=vectors, captions=texts, mark=mark)
         row_of = {key: row for row, key in enumerate(self.main.data.keys)}
         readable = self.main.data.subset([row_of[key] for key in found.image_keys])
-        image, bad = runner.images(encode_image(model), readable, Corrupted(kind, model.transform(), seed), label=kind)
+        corrupted = Corrupted(kind, as_bytes(model.transform()), seed)
+        image, bad = runner.images(encode_image(model), readable, corrupted, label=kind)
         kept = [row for row in range(len(image)) if row not in bad]
         twins = kind in TWINS
         owner = {"image": kept} if twins else {}

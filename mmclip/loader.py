@@ -6,7 +6,8 @@ changes it, and a run can start in the middle of an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from mmclip.errors import UsageError, one_line
 from mmclip.image_text import BadSample, ImageTextData
 from mmclip.reading import Blank, Tokenize, Transform, leave_interrupts, read_all, read_images
+
+PARTS = 2  # of a batch for each reader: a slow picture holds up the others less
+MIN_PART = 8  # rows, below which handing over costs more than it spreads
 
 
 @dataclass
@@ -91,7 +95,9 @@ class TrainBatches:
 
     batch_size is a process's and forward pass's; the global batch is batch_size * accum_freq * world_size, or
     ``loss_batch_size``, shared out as evenly as it goes: one item of ``batches`` a process. ``drop_last`` False keeps
-    the last, partial global batch.
+    the last, partial global batch. ``shorten`` takes from a batch's token ids the padding that none of its texts needs.
+    ``pin``: batches lie in pinned memory, for a CUDA device. ``least``: pictures may be decoded smaller
+    (``read_image``).
     ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UsageError for a
     batch larger than the data.
     """
@@ -112,11 +118,15 @@ class TrainBatches:
         loss_batch_size: int | None = None,
         images: bool = True,
         text: bool = True,
+        shorten: Callable[[Tensor], Tensor] | None = None,
+        pin: bool = False,
+        least: int | None = None,
     ) -> None:
         self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
         self.seed, self.workers, self.drop_last = seed, workers, drop_last
         self.joint = loss_batch_size or batch_size * accum_freq * world_size  # images of a step, of all processes
         self.rank, self.world_size = rank, world_size
+        self.shorten, self.pin, self.least = shorten, pin, least
         counts = np.array([len(c) for c in data.captions])
         self.first_caption = np.concatenate([[0], np.cumsum(counts)])
         self.text_ids = text_ids(data.captions)
@@ -139,58 +149,92 @@ class TrainBatches:
         return first + (_mixed([self.seed, 2, epoch], index) % counts.astype(np.uint64)).astype(np.int64)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from ``start_step`` on; what comes before is not read."""
+        """The batches of an epoch from ``start_step`` on; what comes before is not read.
+
+        Readers are given parts of a batch, so that all of them work on the next one, and hold about two batches' parts
+        in advance, however many of them there are and whatever --accum-freq.
+        """
         order = self.order(epoch)
         steps = [
             np.array_split(order[s * self.joint : (s + 1) * self.joint], self.world_size)[self.rank].tolist()
             for s in range(start_step, self.steps_per_epoch)
         ]
-        dataset = _TrainDataset(self, epoch, steps)
+        readers = self.workers if self.transform else 0
+        largest = -(-self.joint // self.world_size)
+        size = max(-(-largest // (PARTS * readers)), MIN_PART) if readers else largest
+        parts = [[rows[i : i + size] for i in range(0, len(rows), size)] for rows in steps]
         loader = DataLoader(
-            dataset,
+            _Parts(self, epoch, [part for step in parts for part in step]),
             batch_size=None,
             shuffle=False,
-            num_workers=self.workers if self.transform else 0,
-            prefetch_factor=4 if self.workers and self.transform else None,
+            num_workers=readers,
+            prefetch_factor=2 * PARTS if readers else None,
             worker_init_fn=leave_interrupts,
             generator=torch.Generator(),
         )
-        yield from read_all(loader)
+        read = read_all(loader)
+        for step in parts:
+            yield self._joined(epoch, list(itertools.islice(read, len(step))))
+        next(read, None)  # its end: readers are let go
+
+    def _joined(self, epoch: int, parts: list[_Part]) -> Batch:
+        rows = [row for part in parts for row in part.rows]
+        images = [part.images for part in parts if part.images is not None]
+        if not images and self.transform is not None:
+            _, blank, _ = read_images(Blank(), [0], self.transform, [np.random.SeedSequence(0)])
+            images = [] if blank is None else [blank[:0]]
+        flat = self.drawn(epoch, rows)
+        tokens = self._cat([part.tokens for part in parts if part.tokens is not None]) if self.tokenize else None
+        return Batch(
+            self._cat(images) if images else None,
+            self.shorten(tokens) if self.shorten and tokens is not None else tokens,
+            torch.tensor(rows, dtype=torch.long),
+            torch.from_numpy(flat),
+            self.text_ids[flat],
+            [self.data.keys[r] for r in rows],
+            [bad for part in parts for bad in part.bad],
+        )
+
+    def _cat(self, parts: list[Tensor]) -> Tensor:
+        """One tensor of several; pinned, it is copied to a GPU while the GPU works."""
+        if not self.pin:
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
 
 
-class _TrainDataset(Dataset[Batch]):
-    """Item k is the k-th batch of the epoch: workers build whole batches."""
+@dataclass
+class _Part:
+    """What a reader makes of some rows of a batch: those that could be read, their pictures and drawn captions."""
 
-    def __init__(self, order: TrainBatches, epoch: int, steps: list[list[int]]) -> None:
-        self.order, self.epoch, self.steps = order, epoch, steps
+    rows: list[int]
+    images: Tensor | None
+    tokens: Tensor | None
+    bad: list[BadSample]
+
+
+class _Parts(Dataset[_Part]):
+    """Item k is the k-th part of the epoch."""
+
+    def __init__(self, order: TrainBatches, epoch: int, parts: list[list[int]]) -> None:
+        self.order, self.epoch, self.parts = order, epoch, parts
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.parts)
 
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, part: int) -> _Part:
         o = self.order
-        rows, images = self.steps[step], None
+        rows, images = self.parts[part], None
         bad: list[BadSample] = []
         if o.transform is not None:
             seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
-            rows, images, bad = read_images(o.data, rows, o.transform, seeds)
-        flat = o.drawn(self.epoch, rows).tolist()
-        captions = [o.data.captions[r][f - int(o.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
+            rows, images, bad = read_images(o.data, rows, o.transform, seeds, o.least)
         tokens = None
         if o.tokenize is not None:
+            flat = o.drawn(self.epoch, rows).tolist()
+            captions = [o.data.captions[r][f - int(o.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
             tokens = o.tokenize(captions) if captions else o.tokenize([""])[:0]
-        if o.transform is not None and images is None:
-            _, blank, _ = read_images(Blank(), [0], o.transform, [np.random.SeedSequence(0)])
-            images = blank[:0] if blank is not None else None
-        return Batch(
-            images,
-            tokens,
-            torch.tensor(rows, dtype=torch.long),
-            torch.tensor(flat, dtype=torch.long),
-            o.text_ids[flat],
-            [o.data.keys[r] for r in rows],
-            bad,
-        )
+        return _Part(rows, images, tokens, bad)
 
 
 def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:

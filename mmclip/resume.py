@@ -49,6 +49,7 @@ FREE_TO_CHANGE = {
     "bank_size",
     "report",
     "report_to",
+    "benchmark",
     "compare",
     "strict",
     "max_bad_samples",

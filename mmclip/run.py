@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from mmclip import checkpoints, curriculum, distributed, facts, resume, sharding
+from mmclip import checkpoints, curriculum, distributed, facts, resume, sharding, step_timing
 from mmclip.build import build_model
 from mmclip.config import TrainSettings
 from mmclip.datasets import open_training
@@ -50,7 +50,8 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
     rank, ranks = distributed.world()
     if settings.fsdp:
         sharding.require_processes()
-    distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
+    if settings.benchmark is None:
+        distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
     checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
     state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
     if checkpoint:
@@ -91,10 +92,14 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         remove_partials(folder)  # of a process that was killed
         checkpoints.require_checkpoint_space(folder, model, settings.keep_checkpoints)
 
-    distributed.on_rank_0(prepare)
+    if settings.benchmark is None:
+        distributed.on_rank_0(prepare)
     runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
     cache_dir = Path(settings.cache_dir) if settings.cache_features else None
     source = Source.open(data, model, runner, cache_dir, "training")
+    if settings.benchmark is not None:
+        _benchmark(Trainer(settings, folder, model, source, None, runner), settings.benchmark)
+        return folder
     val_source = EvalSource.open(val_data, distractors, model, runner, cache_dir) if val_data else None
     zero_shot = ZeroShot.open(classes, model, runner, cache_dir) if classes else None
     trainer = Trainer(settings, folder, model, source, val_source, runner)
@@ -121,6 +126,13 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
             finish(trainer, others, zero_shot)
     distributed.barrier()
     return folder
+
+
+def _benchmark(trainer: Trainer, steps: int) -> None:
+    """--benchmark: numbers on stdout; of the run's folder nothing is made."""
+    found = step_timing.measure(trainer, steps)
+    if trainer.rank == 0:
+        step_timing.show(found, trainer)
 
 
 def precision(settings: TrainSettings, device: torch.device) -> str:

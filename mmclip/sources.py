@@ -17,6 +17,7 @@ from mmclip.config import TrainSettings
 from mmclip.embeddings import Embeddings, Runner, encode_image, encode_text
 from mmclip.image_text import ImageTextData
 from mmclip.loader import Batch, TrainBatches
+from mmclip.pixels import as_bytes, least_side
 from mmclip.skipped import by_key
 from mmclip.trunk_cache import cached_trunk
 
@@ -65,7 +66,7 @@ class Source:
         return source
 
     def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
-        """(what the towers take for this side of a batch, whether it is a trunk's output)."""
+        """(a side of a batch, pictures still as they were read; whether it is a trunk's output)."""
         if side in self.cached:
             rows = batch.image_id if side == "image" else batch.caption_row
             return self.cached[side][rows].to(device, non_blocking=True), True
@@ -73,11 +74,12 @@ class Source:
         assert live is not None, "the loader reads whatever is not cached"
         return live.to(device, non_blocking=True), False
 
-    def batches(self, settings: TrainSettings, model: Model) -> TrainBatches:
+    def batches(self, settings: TrainSettings, model: Model, pin: bool = False) -> TrainBatches:
         rank, ranks = distributed.world()
+        transform = model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg))
         return TrainBatches(
             self.data,
-            model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg)),
+            as_bytes(transform),
             model.tokenize,
             batch_size=settings.batch_size,
             accum_freq=settings.accum_freq,
@@ -89,6 +91,9 @@ class Source:
             world_size=ranks,
             images="image" not in self.cached,
             text="text" not in self.cached,
+            shorten=None if settings.torchcompile else model.towers.shortened,  # compiled once, for one shape
+            pin=pin,
+            least=least_side(transform) if settings.fast_decode else None,
         )
 
     def vectors(
@@ -104,10 +109,10 @@ class Source:
             return self._through_head(side, inputs if rows is None else inputs[rows], model, runner), {}
         if side == "image":
             data = self.data if rows is None else self.data.subset(rows)
-            return runner.images(encode_image(model), data, model.transform(), label=f"{label}: images")
+            return runner.images(encode_image(model), data, as_bytes(model.transform()), label=f"{label}: images")
         captions = [c for image in self.data.captions for c in image]
         captions = captions if rows is None else [captions[row] for row in rows]
-        return runner.texts(encode_text(model), captions, model.tokenize, label=f"{label}: captions"), {}
+        return runner.texts(encode_text(model), captions, model.tokens, label=f"{label}: captions"), {}
 
     def embed(self, model: Model, runner: Runner, label: str) -> Embeddings:
         """Raw vectors of every image and caption; an image that cannot be read goes with its captions."""

@@ -123,6 +123,8 @@ class Stepper:
         torch.manual_seed(seed_of(self.settings.seed, self.rank, step, part))
         images, image_from_trunk = self.source.inputs("image", batch, self.runner.device)
         texts, text_from_trunk = self.source.inputs("text", batch, self.runner.device)
+        if not image_from_trunk:
+            images = self.model.pixels(images)
         try:
             with self.runner.autocast():
                 image, text = self.network(images, texts, image_from_trunk, text_from_trunk)

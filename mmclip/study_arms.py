@@ -15,7 +15,7 @@ WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # losses.LOSS_WEIGHTS,
 # What changes neither a run's numbers nor what is measured of it
 COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
             "report", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
-            "grad_checkpointing")  # fmt: skip
+            "benchmark", "grad_checkpointing")  # fmt: skip
 # What is measured of an arm, and not what it is
 MEASURING = ("measure_start", "zeroshot_data", "zeroshot_split", "val_steps", "bank_size")
 # What two arms must share to be compared: which questions are asked, and what was there to learn from. The rest (loss,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmclip import short_texts
 from mmclip.errors import UsageError
 
 
@@ -50,7 +51,8 @@ class Towers(nn.Module):
         image_from_trunk: bool = False,
         text_from_trunk: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Raw features [B, D] of images [B, 3, H, W] and token ids [B, L]; None for a side that is not given.
+        """Raw features [B, D] of images [B, 3, H, W] and token ids [B, L], which may be ``shortened``; None for a side
+        that is not given.
 
         ``*_from_trunk``: the input is that trunk's output (``trunk``), so only the head runs.
         """
@@ -64,7 +66,16 @@ class Towers(nn.Module):
                 out.append(self._encode(side, inputs))
         return out[0], out[1]
 
+    def shortened(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, L] on the CPU without the columns that change no feature."""
+        on_cpu = (
+            self.clip.logit_scale.device.type == "cpu"
+        )  # where every position costs, and no shape more than another
+        return short_texts.shortened(self.text_module, tokens, 1 if on_cpu else short_texts.MULTIPLE)
+
     def _encode(self, side: str, inputs: Tensor) -> Tensor:
+        if side == "text" and short_texts.is_short(self.text_module, inputs):
+            return short_texts.encode_short(self.text_module, inputs)
         encode = self.clip.encode_image if side == "image" else self.clip.encode_text
         features: Tensor = encode(inputs, normalize=False)
         return features

@@ -60,7 +60,7 @@ class Trainer:
         self.loss = build_loss(settings, model).to(self.device)
         self.stepper = Stepper(settings, model, self.loss, source, runner)
         self.model = self.stepper.model  # for one process to run while ``sharding.filled``
-        self.batches = source.batches(settings, model)
+        self.batches = source.batches(settings, model, pin=self.device.type == "cuda")
         self.total_steps = steps_in_all(settings, self.batches.steps_per_epoch)
         self.warmup = warmup_steps(settings.warmup, self.total_steps)
         self.step, self.saved = 0, -1  # saved: the step of the newest checkpoint

@@ -17,6 +17,7 @@ from mmclip.embeddings import Runner
 from mmclip.errors import UsageError, one_line
 from mmclip.files import alone_in, require_space, write_atomically
 from mmclip.image_text import ImageTextData
+from mmclip.pixels import as_bytes
 
 PART_ROWS = {"image": 512, "text": 4096}
 ADVICE = "free some space, or name another --cache-dir"
@@ -69,9 +70,10 @@ def cached_trunk(
     def run(part: int) -> tuple[Tensor, dict[int, str]]:
         own, note = rows_of(part), f"{label} ({part + 1}/{-(-total // size)})"
         if side == "image":
-            return runner.images(lambda x: model.towers.trunk("image", x), data, model.transform(), own, note)
+            reader = as_bytes(model.transform())
+            return runner.images(lambda x: model.towers.trunk("image", model.pixels(x)), data, reader, own, note)
         texts = captions[own.start : own.stop]
-        return runner.texts(lambda t: model.towers.trunk("text", t), texts, model.tokenize, note), {}
+        return runner.texts(lambda t: model.towers.trunk("text", t), texts, model.tokens, note), {}
 
     found: dict[int, tuple[Tensor, dict[int, str]]] = {}
 

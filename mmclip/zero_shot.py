@@ -133,7 +133,7 @@ class ZeroShot:
         data = self.source.data
         image, bad = self.source.vectors("image", model, runner, "zero-shot")
         kept = [row for row in range(len(data)) if row not in bad]
-        prompts = runner.texts(encode_text(model), self.classes.prompts(), model.tokenize, "zero-shot: prompts")
+        prompts = runner.texts(encode_text(model), self.classes.prompts(), model.tokens, "zero-shot: prompts")
         labels = [self.classes.labels[data.keys[row]] for row in kept]
         return {
             "data": {"path": data.path, "split": data.split},

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision import transforms
 
+from mmclip import loader
 from mmclip.data import open_data
 from mmclip.errors import UsageError
 from mmclip.image_text import ImageTextData
@@ -177,3 +178,52 @@ def test_captions_are_drawn_evenly() -> None:
 def test_left_out_counts_what_no_step_takes(keep: bool, left: int) -> None:
     assert TrainBatches(in_memory(23), None, None, batch_size=5, drop_last=not keep).left_out == left
     assert TrainBatches(in_memory(9), None, None, batch_size=4, world_size=2, drop_last=not keep).left_out == 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("accum_freq", [1, 3])
+def test_a_batch_is_joined_from_readers_parts_whatever_their_size(
+    data: ImageTextData, monkeypatch: pytest.MonkeyPatch, accum_freq: int, keep: bool
+) -> None:
+    made = []
+    for workers, least in ((0, 8), (1, 1), (2, 1), (2, 3)):
+        monkeypatch.setattr(loader, "MIN_PART", least)
+        made.append(
+            batches(data, images=True, workers=workers, accum_freq=accum_freq, drop_last=not keep, batch_size=5)
+        )
+    assert len(made[0]) == (23 + keep * 4) // 5 if accum_freq == 1 else len(made[0]) == 1 + keep
+    for other in made[1:]:
+        for a, b in zip(made[0], other, strict=True):
+            assert a.keys == b.keys and not b.bad
+            for name in ("images", "tokens", "image_id", "caption_row", "text_id"):
+                assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_readers_hold_two_batches_at_most(data: ImageTextData, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, object] = {}
+
+    class Seen(loader.DataLoader):  # type: ignore[type-arg]
+        def __init__(self, dataset: object, **kwargs: object) -> None:
+            told.update(kwargs, parts=dataset.parts)  # type: ignore[attr-defined]
+            super().__init__(dataset, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "MIN_PART", 1)
+    monkeypatch.setattr(loader, "DataLoader", Seen)
+    assert len(batches(data, images=True, workers=2, batch_size=4, accum_freq=2)) == 2
+    assert [len(p) for p in told["parts"]] == [2] * 8  # type: ignore[attr-defined]
+    ahead = told["num_workers"] * told["prefetch_factor"]  # type: ignore[operator]
+    assert ahead * 2 == 2 * 8, "rows that are read before they are asked for: two steps'"
+
+
+def test_padding_is_left_out_of_a_whole_batch(data: ImageTextData) -> None:
+    whole = batches(data, workers=0)
+    short = batches(data, workers=0, shorten=lambda tokens: tokens[:, :1])
+    for a, b in zip(whole, short, strict=True):
+        assert a.tokens is not None and b.tokens is not None and torch.equal(a.tokens[:, :1], b.tokens)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is CUDA's")
+def test_pinned_batches_are_the_same(data: ImageTextData) -> None:
+    for a, b in zip(batches(data, images=True), batches(data, images=True, pin=True), strict=True):
+        assert a.images is not None and b.images is not None and b.images.is_pinned()
+        assert torch.equal(a.images, b.images)

@@ -1,0 +1,238 @@
+"""--benchmark: how fast the steps of a run are, what part of the machine they use, and where their time goes.
+
+The steps are the run's own (mmclip.step.Stepper on the run's batches). Nothing is written, validated or exported.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmclip import distributed, failures
+from mmclip.errors import UsageError
+from mmclip.loader import Batch
+from mmclip.step import NotFinite
+from mmclip.table_parts import column, make_console, new_table, row
+from mmclip.training import Trainer
+
+WARMUP = 5  # steps before the clock starts: memory is allocated, kernels are chosen, readers are ahead
+PARTS = ("data wait", "transfer, preprocessing", "towers forward", "loss", "backward", "optimizer")
+SIZES = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the square matrices that the machine's rate is taken with
+
+
+@dataclass(frozen=True)
+class Measured:
+    """steps: how many; samples: of all processes a step; seconds: of a step, the median; per_second: samples of all
+    steps by all of their time; parts [steps] of seconds by PARTS' names; flops: of the towers, forward and backward, of
+    a process's step; rate: FLOP/s that a matrix product reaches here; peak: bytes."""
+
+    steps: int
+    samples: float
+    seconds: float
+    per_second: float
+    parts: dict[str, list[float]]
+    flops: int
+    rate: float
+    peak: int
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.seconds / self.rate
+
+
+class Clock:
+    """Time by parts of a step: ``turn`` ends one part and begins another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.begin()
+
+    def begin(self) -> None:
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        self.part, self.since = PARTS[0], now(self.device)
+
+    def turn(self, part: str) -> None:
+        time_now = now(self.device)
+        self.spent[self.part] += time_now - self.since
+        self.part, self.since = part, time_now
+
+    def around(self, function: Callable[..., Any], part: str, after: str) -> Callable[..., Any]:
+        """``function``, during which ``part`` runs, and behind it ``after``."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.turn(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.turn(after)
+
+        return timed
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def measure(trainer: Trainer, steps: int) -> Measured:
+    """Take WARMUP steps, ``steps`` untouched ones for the speed, and as many with the clock around their parts.
+
+    Errors: UsageError where a step cannot be taken.
+    """
+    device, batches = trainer.device, _batches(trainer)
+    for _ in range(WARMUP):
+        batch = next(batches)
+        _take(trainer, batch)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times, seen, start = [], 0, now(device)
+    for _ in range(steps):
+        before = time.perf_counter()
+        batch = next(batches)
+        _take(trainer, batch)
+        times.append(time.perf_counter() - before)  # a step ends with a question to the device (Stepper.take)
+        seen += len(batch.image_id)
+    elapsed = now(device) - start
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
+    parts = _parts(trainer, batches, steps)
+    samples = sum(distributed.gather_objects(seen))
+    return Measured(
+        steps, samples / steps, statistics.median(times), samples / elapsed, parts,
+        count_flops(trainer, batch), matrix_rate(device, trainer.runner.precision), peak,
+    )  # fmt: skip
+
+
+def _batches(trainer: Trainer) -> Iterator[Batch]:
+    """Epoch after epoch. Errors: UsageError for an epoch in which no picture can be read."""
+    epoch = 0
+    while True:
+        taken = 0
+        for batch in trainer.batches.batches(epoch):
+            if not distributed.largest([int(len(batch.image_id) == 0)], trainer.device)[0]:
+                taken += 1
+                yield batch
+        if not taken:
+            raise UsageError("--benchmark: no step of an epoch has pictures that can be read")
+        epoch += 1
+
+
+def _take(trainer: Trainer, batch: Batch) -> None:
+    trainer.towers.train()
+    trainer.loss.train()
+    step = min(trainer.step, trainer.total_steps - 1)
+    try:
+        trainer.stepper.take(batch, step, trainer.warmup, trainer.total_steps, False)
+    except NotFinite as error:
+        raise UsageError(f"--benchmark: step {trainer.step + 1}: the loss is {error.facts['loss']}") from None
+    except torch.OutOfMemoryError as error:
+        raise failures.out_of_memory(trainer.step + 1, trainer.settings.batch_size, error) from None
+    trainer.step += 1
+
+
+class _Timed(nn.Module):
+    """A network whose forward passes a clock sees; all else is the network's."""
+
+    def __init__(self, network: nn.Module, clock: Clock) -> None:
+        super().__init__()
+        self._orig_mod = network  # a name under which Stepper looks for DDP
+        self.clock = clock
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clock.around(self._orig_mod, "towers forward", "loss")(*args, **kwargs)
+
+
+def _parts(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, list[float]]:
+    """Seconds of each part in ``steps`` steps. What lies between forward and backward is the loss, its gathering
+    included; what lies behind, the gradient's norm and the optimizer."""
+    clock, stepper, engine = Clock(trainer.device), trainer.stepper, torch.autograd.backward
+    network, inputs = stepper.network, stepper.source.inputs
+    stepper.network = _Timed(network, clock)
+    stepper.source.inputs = clock.around(inputs, PARTS[1], PARTS[1])  # type: ignore[method-assign]
+    torch.autograd.backward = clock.around(engine, "backward", "optimizer")
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    try:
+        for _ in range(steps):
+            clock.begin()
+            batch = next(batches)
+            clock.turn("optimizer")
+            _take(trainer, batch)
+            clock.turn(PARTS[0])
+            for part in PARTS:
+                found[part].append(clock.spent[part])
+    finally:
+        torch.autograd.backward, stepper.network = engine, network
+        del stepper.source.inputs
+    return found
+
+
+def count_flops(trainer: Trainer, batch: Batch) -> int:
+    """Floating-point operations of the towers' forward and backward pass over a process's batch, each counted once
+    (with --accum-freq the step runs forward twice); attention's products where torch can count them."""
+    total, source, device = 0, trainer.source, trainer.device
+    for part in batch.split(trainer.settings.batch_size):
+        (images, from_image), (texts, from_text) = (source.inputs(s, part, device) for s in ("image", "text"))
+        images = images if from_image else trainer.model.pixels(images)
+        with FlopCounterMode(display=False) as counter:
+            with trainer.runner.autocast():
+                image, text = trainer.towers(images, texts, from_image, from_text)
+            (image.sum() + text.sum()).backward()
+        total += counter.get_total_flops()
+    trainer.stepper.optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+@torch.no_grad()
+def matrix_rate(device: torch.device, precision: str) -> float:
+    """FLOP/s of a large square matrix product in the run's precision: the best of five."""
+    n, dtype = SIZES.get(device.type, 2048), torch.float32 if precision == "fp32" else torch.bfloat16
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    times = []
+    for _ in range(6):  # the first one warms up
+        start = now(device)
+        a @ b
+        times.append(now(device) - start)
+    return 2 * n**3 / min(times[1:])
+
+
+def _resident() -> int:
+    """Bytes that this process has held at most, without its readers'."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def show(found: Measured, trainer: Trainer, console: Console | None = None) -> None:
+    """The numbers, and a table of the parts: medians, and shares of the sum of all parts' medians."""
+    console = console or make_console()
+    dtype = "float32" if trainer.runner.precision == "fp32" else "bfloat16"
+    kind = "allocated on the GPU" if trainer.device.type == "cuda" else "resident, readers aside"
+    console.print(
+        f"{found.per_second:,.1f} samples/s: {found.steps} steps of {found.samples:,.0f}, median "
+        f"{1e3 * found.seconds:,.1f} ms, {trainer.ranks} process{'es' if trainer.ranks > 1 else ''} on {trainer.device}"
+    )
+    console.print(
+        f"MFU {found.mfu:.1%}: {found.flops / 1e9:,.1f} GFLOP of the towers a step and process, forward and backward "
+        f"counted once, against {found.rate / 1e9:,.0f} GFLOP/s of a {dtype} matrix product measured here"
+    )
+    console.print(f"peak memory {found.peak / 2**20:,.0f} MiB ({kind})")
+    medians = {part: statistics.median(times) for part, times in found.parts.items()}
+    console.print(f"where {found.steps} more steps go, waiting for the device at each part's end:")
+    table = new_table("part of a step")
+    column(table, "median", "ms")
+    column(table, "", "  share")
+    for part, median in medians.items():
+        row(table, [part, f"{1e3 * median:,.2f}", f"{median / sum(medians.values()):.0%}"])
+    console.print(table)
