@@ -6,9 +6,9 @@ column, so one matrix product serves both:
 
     forth   a row's softmax is complete in its block of rows
     back    a column's log-sum-exp grows block by block, by a running maximum: raw scores have no bound
-    then    a second pass over the blocks gives all gradients. The products of the first are kept where they fit in
-            ``KEEP`` bytes (6 B^2 D operations), and made again where they do not (8 B^2 D, in the memory of B D numbers
-            and a few blocks). One direction alone needs no second pass: 6 B^2 D and nothing kept.
+    then    a second pass over the blocks gives all gradients. Of the first pass's products ``KEEP`` bytes are kept, the
+            others made again: 6 B^2 D operations where all fit, 8 B^2 D where none does, in the memory of B D numbers
+            and a few blocks. One direction alone needs no second pass: 6 B^2 D and nothing kept.
 
 Gradients are made together with the loss; backward only hands them on. Across ranks each has its own rows and the
 columns of all: one side is gathered, the columns' maxima and sums are merged, and the columns' gradients go back to
@@ -101,24 +101,25 @@ class _Tiles:
     def run(self) -> tuple[Tensor, Tensor]:
         plan, room, back = self.plan, self.room, self.back
         at_once = self.with_gradients and back is None and plan.focal is None
-        fits = len(self.rows) * room.row_bytes <= self._of_device(KEEP)
-        keeping = self.with_gradients and not at_once and fits
-        kept: list[Tensor] = []
+        left = self._of_device(KEEP) if self.with_gradients and not at_once else 0
+        kept: list[Tensor] = []  # of the first blocks
         for at in self._blocks():
-            products = self._products(at, None if keeping else room.buffer("products", at.stop - at.start))
+            left -= (at.stop - at.start) * room.row_bytes
+            products = self._products(at, None if left >= 0 else room.buffer("products", at.stop - at.start))
             known = self._known(at)
             for way in self._ways(at):
                 way.see(products, known[way.back], at)
             if at_once:
                 self.forth.weigh(at)
                 self._differentiate(products, known, at)
-            if keeping:
+            if left >= 0:
                 kept.append(products)
         ways = [self.forth] if back is None else [self.forth, back]
         values = torch.stack([way.settle() for way in ways])
         if self.with_gradients and not at_once:
             for i, at in enumerate(self._blocks()):
-                products = kept[i] if keeping else self._products(at, room.buffer("products", at.stop - at.start))
+                again = room.buffer("products", at.stop - at.start) if i >= len(kept) else None
+                products = kept[i] if again is None else self._products(at, again)
                 self._differentiate(products, self._known(at), at)
         total = (values * values.new_tensor([way.weight for way in ways])).sum()
         return total, values

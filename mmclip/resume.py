@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmclip.config import CHANGEABLE
+from mmclip.config import CHANGEABLE, TrainSettings
 from mmclip.errors import UsageError, one_line
 from mmclip.losses import ContrastiveLoss
 from mmclip.sharding import shared_out
 from mmclip.towers import Towers
 
 FORMAT = "mmclip-checkpoint-2"
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
 CONTENT = {
     "step": int,
     "taken": int,
@@ -70,7 +72,8 @@ def check(state: dict[str, Any], path: Path, settings: Mapping[str, Any], ranks:
         raise UsageError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
     before, free = state["settings"], FREE_TO_CHANGE | set(settings["may_change"] or ())
     changed = [k for k in before if k not in free and settings.get(k) != before[k]]
-    changed += [k for k in settings if k not in free and k not in before]
+    # a flag that is newer than the checkpoint had no effect then, as its default has none
+    changed += [k for k in settings if k not in free and k not in before and settings[k] != DEFAULTS.get(k)]
     if changed:
         told = ", ".join(
             f"{one_line(k, 40)} was {one_line(before.get(k, 'not there'), 60)}, is {one_line(settings.get(k), 60)}"

@@ -71,7 +71,7 @@ def test_tiles_have_the_values_and_gradients_of_whole_matrices(
         expected = found(plain, extra=extra)
         assert_equal(found(tiled, extra=extra), expected)  # which sets alpha
         assert not extra or expected["more text"].any() == (loss != "asym-t2i")
-        for keep in (0, 2**40):
+        for keep in (0, 2 * 8 * 8 * B, 2**40):
             monkeypatch.setitem(gram.KEEP, "cpu", keep)
             tiled.zero_grad()
             tiled.load_state_dict(plain.state_dict())
@@ -183,7 +183,9 @@ def cost(loss: ContrastiveLoss) -> tuple[float, float]:
 def test_operations_and_memory_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
     both, one = clip_loss("sym", norm).double(), clip_loss("asym-t2i", norm).double()
     assert cost(both)[0] == 6 and cost(one)[0] == 6
-    monkeypatch.setitem(gram.KEEP, "cpu", B * B * 8 - 1)  # a byte too few
+    monkeypatch.setitem(gram.KEEP, "cpu", 3 * 8 * B * 8)  # three blocks of eight rows
+    assert cost(both)[0] == pytest.approx(8 - 2 * 24 / B) and cost(one)[0] == 6
+    monkeypatch.setitem(gram.KEEP, "cpu", 8 * B * 8 - 1)  # a byte too few for the first
     (operations, numbers), (of_one, numbers_of_one) = cost(both), cost(one)
     assert operations == 8 and of_one == 6
     assert numbers == numbers_of_one == 8 * B / B**2, "a block of rows is the largest thing there is"
