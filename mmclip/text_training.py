@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from mmclip import distributed
@@ -25,7 +24,7 @@ from mmclip.config_text_train import TextTrainSettings
 from mmclip.errors import UsageError
 from mmclip.interrupts import Cut, Interrupts
 from mmclip.runlog import METRICS, RunLog
-from mmclip.similarity import Direction, Exponents, magnitude
+from mmclip.similarity import Direction, Exponents
 from mmclip.text_data import TextCollection
 from mmclip.text_evaluation import quick_numbers
 from mmclip.text_loss import RoleRankingLoss
@@ -160,9 +159,8 @@ class Run(TrainerCallback):
     @torch.no_grad()
     def _measure(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep what a step's line says of its global batch; forward hook of the loss over raw rows."""
-        sides: dict[str, Tensor] = args[0]
         self.numbers = {f"loss_{d.value}": float(value) for d, value in output.by_direction.items()}
-        self.numbers |= {f"norm_{side}_mean": float(magnitude(rows).mean()) for side, rows in sides.items()}
+        self.numbers |= {f"norm_{side}_mean": float(lengths.mean()) for side, lengths in output.lengths.items()}
 
     @torch.no_grad()
     def _write_line(self) -> str:

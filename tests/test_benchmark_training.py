@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import multiprocessing
 import re
@@ -38,7 +37,7 @@ def run(root: Path, name: str, *flags: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
 
 
-def test_embedding_agrees_with_open_clip_and_ends_with_the_ratio(root, tiny_data, tiny_model, tmp_path):
+def test_embedding_agrees_with_open_clip_and_ends_with_the_ratio(benchmark, root, tiny_data, tiny_model, tmp_path):
     flags = ["--quick", "--data", tiny_data, "--model", tiny_model, "--workers", 1, "--threads", 1, "--batch-size", 9]
     done = run(root, "embedding.py", *flags, "--csv", tmp_path / "rows.csv")
     assert done.returncode == 0, done.stderr
@@ -47,8 +46,7 @@ def test_embedding_agrees_with_open_clip_and_ends_with_the_ratio(root, tiny_data
     assert "24 images and 120 captions" in lines[1]
     ratio = rf"ratio: ours {NUMBER} times open_clip's \({NUMBER} by CPU time\); images {NUMBER}, captions {NUMBER}"
     assert re.fullmatch(ratio, lines[-1])
-    with open(tmp_path / "rows.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    _, rows = benchmark("harness").read_csv(tmp_path / "rows.csv")
     assert [row["contestant"] for row in rows] == ["ours", "open_clip"]
     assert all(float(row[f"{side}_seconds"]) > 0 for row in rows for side in ("image", "text"))
 
@@ -72,7 +70,9 @@ def test_embedding_fails_where_vectors_differ(
     assert said in capsys.readouterr().out
 
 
-def test_training_does_the_same_work_as_open_clip_train_and_ends_with_the_ratio(root, tiny_data, tiny_model, tmp_path):
+def test_training_does_the_same_work_as_open_clip_train_and_ends_with_the_ratio(
+    benchmark, root, tiny_data, tiny_model, tmp_path
+):
     flags = ["--quick", "--data", tiny_data, "--model", tiny_model, "--workers", 1, "--threads", 1, "--batch-size", 16]
     done = run(root, "training.py", *flags, "--venv", tmp_path / "venv", "--csv", tmp_path / "rows.csv")
     if "requirements" in done.stderr and "cannot be installed" in done.stderr:
@@ -85,8 +85,8 @@ def test_training_does_the_same_work_as_open_clip_train_and_ends_with_the_ratio(
     assert lines[-2].endswith("apart: the same work")
     assert re.fullmatch(rf"ratio: ours {NUMBER} times open_clip_train's \({NUMBER} by CPU time\)", lines[-1])
     assert [line.partition(":")[0] for line in lines if "--pretrained" in line] == ["ours", "open_clip_train"]
-    with open(tmp_path / "rows.csv", newline="") as file:
-        assert [row["contestant"] for row in csv.DictReader(file)] == ["ours", "open_clip_train"]
+    _, rows = benchmark("harness").read_csv(tmp_path / "rows.csv")
+    assert [row["contestant"] for row in rows] == ["ours", "open_clip_train"]
 
 
 def test_training_fails_where_first_losses_differ(benchmark, tiny_data, tiny_model, tmp_path, monkeypatch, capsys):

@@ -40,8 +40,8 @@ def test_the_loss_is_held_against_the_plain_form_and_clip_loss_and_ends_with_the
     assert re.fullmatch(r"B = 48, ratio: [\d.]+ \([\d.]+\) times as fast as ClipLoss, [\d.na]+ of its memory", told[-1])
     machine, heads, *rows = (tmp_path / "x.csv").read_text().splitlines()
     assert machine.startswith("# ") and heads.startswith("B,loss,seconds,cpu,mib,seconds of ClipLoss's")
-    names = ["ClipLoss", "sym cosine", "sym learned", '"sym cosine, ids"']
-    assert [row[3:].startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 4
+    names = ["ClipLoss", "sym cosine", "sym learned", '"sym cosine, ids"', '"sym cosine, again"']
+    assert [row[3:].startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 5
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> Any:
