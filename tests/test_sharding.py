@@ -1,4 +1,4 @@
-"""FSDP2 against DDP on two gloo ranks. Whole tensors are compared, by max|FSDP - DDP| / max|DDP|."""
+"""FSDP2 against DDP on two gloo ranks, by whole tensors (tests/sharded.py: ``worst``)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from mmclip import load_model, resume, run, sharding
+from mmclip import load_model, run, sharding
 from mmclip.config import TrainSettings
 from mmclip.errors import UsageError
 from tests.sharded import (
     CASES,
+    EXACT,
     SECONDS,
     SPLIT,
-    STEPS,
     Found,
     built,
     config,
-    error,
+    continued,
+    off,
     on_rank,
-    own_batch,
-    state_of,
-    stepper,
     worst,
 )
 from tests.test_run_distributed import torchrun
@@ -48,34 +46,39 @@ def ranks(folder: Path) -> list[Found]:
     context = mp.start_processes(on_rank, args=(str(folder),), nprocs=2, join=False, start_method="forkserver")
     assert context is not None
     end = time.monotonic() + 3 * SECONDS
-    while not context.join(timeout=1) and time.monotonic() < end:  # it comes back at a rank's end, too
-        pass
-    alive = [p for p in context.processes if p.is_alive()]
-    for process in alive:
-        process.kill()
-    assert not alive, "a rank hangs"
+    try:
+        while not context.join(timeout=1):  # it comes back at a rank's end, too
+            assert time.monotonic() < end, "a rank hangs"
+    finally:
+        for process in context.processes:
+            process.kill()
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(2)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_numbers_and_states_are_ddps(ranks: list[Found], name: str) -> None:
-    bound = 1e-5 if CASES[name].precision == "fp32" else 0.05  # bf16 has 8 bits, and FSDP rounds at other places
-    for rank, found in enumerate(ranks):
+    # bf16 has 8 bits, and FSDP rounds at other places, except beside batch statistics; float32 sums there
+    bound = {"bf16": 0.1, "bf16 resnet": 1e-5}.get(name, EXACT)
+    for found in ranks:
         ddp, fsdp = found[name]["ddp"], found[name]["fsdp"]
-        off, where = worst(fsdp["gradients"], ddp["gradients"])
-        assert off <= bound, f"rank {rank}: gradient of {where} is off by {off:.1e}"
-        assert fsdp["numbers"] == pytest.approx(ddp["numbers"], rel=1e-5 if bound < 1e-4 else 0.02)
-        if rank == 0:  # a whole checkpoint is on one rank
-            off, where = worst(fsdp["state"], ddp["state"])
-            assert off <= bound, f"{where} is off by {off:.1e} after {STEPS} steps"
-        else:
-            assert set(fsdp["state"]["towers"].values()) >= {None} and fsdp["state"]["loss"]
+        same(fsdp["gradients"], ddp["gradients"], bound)
+        assert fsdp["numbers"] == pytest.approx(ddp["numbers"], rel=bound)
+    ddp, fsdp = ranks[0][name]["ddp"], ranks[0][name]["fsdp"]
+    same(fsdp["state"], ddp["state"], bound)
+    same(fsdp["last"], ddp["last"], bound)
+    other = ranks[1][name]["fsdp"]["state"]
+    assert set(other["towers"].values()) >= {None} and other["loss"], "a whole checkpoint is on one rank"
+
+
+def same(got: Found, expected: Found, bound: float = EXACT) -> None:
+    far, name = worst(got, expected)
+    assert far <= bound, f"{name} is off by {far:.1e}"
 
 
 def test_gradients_that_are_added_up_fail_the_comparison(ranks: list[Found]) -> None:
     expected = ranks[0]["plain"]["ddp"]["gradients"]
     name = "clip.visual.transformer.resblocks.0.mlp.c_fc.weight"
-    assert error(ranks[0]["summed"][name], expected[name]) > 0.5
+    assert off(ranks[0]["summed"][name], expected[name]) > 0.5
 
 
 def test_ranks_hold_half_of_parameters_gradients_and_moments(ranks: list[Found]) -> None:
@@ -89,39 +92,36 @@ def test_ranks_hold_half_of_parameters_gradients_and_moments(ranks: list[Found])
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_checkpoint_is_taken_up_with_and_without(ranks: list[Found], how: str) -> None:
-    off, where = worst(ranks[0]["continued"][how], ranks[0]["continued"]["ddp"])
-    assert off <= 1e-5, where
-    before, after = (s["towers"]["clip.visual.proj"] for s in (ranks[0]["locked"]["fsdp"]["state"],
-                                                              ranks[0]["continued"][how]))  # fmt: skip
-    assert error(after, before) > 1e-3, "it went on"
+    unbroken = ranks[0]["locked"]["fsdp"]
+    same(ranks[0]["continued"][how], unbroken["last"])
+    assert worst(unbroken["last"], unbroken["state"])[0] > 1e-2, "it went on"
 
 
 def test_one_process_takes_up_the_checkpoint(ranks: list[Found], folder: Path) -> None:
     case = CASES["locked"]._replace(more=(("batch_size", sum(SPLIT)),))
-    s = stepper(folder, case, False)
-    resume.load(ranks[0]["locked"]["fsdp"]["state"], Path("x.pt"), s.towers, s.loss, s.optimizer)
-    s.take(own_batch(case, STEPS, slice(None)), STEPS, 0, 10, False)
-    off, where = worst(state_of(s), ranks[0]["continued"]["fsdp"])
-    assert off <= 1e-4, where  # the sums of one process are in another order
+    same(continued(folder, case, False, slice(None)), ranks[0]["locked"]["fsdp"]["last"])
 
 
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(ranks: list[Found]) -> None:
-    for found in (r["not finite"] for r in ranks):
-        assert found["facts"]["keys_with_non_finite_features"] == [f"k{i}" for i in range(10, 17)]  # statistics spread
-        assert found["facts"]["gradients_not_finite"] and not found["facts"]["parameters_not_finite"]
-        assert found["facts"] == ranks[0]["not finite"]["facts"]
-    found = ranks[0]["not finite"]
-    assert worst(found["after"], found["before"])[0] == 0
-    assert worst(found["went on"], found["before"])[0] > 1e-4
+    facts = [r["not finite"][how]["facts"] for r in ranks for how in ("fsdp", "ddp")]
+    assert facts == facts[:1] * 4
+    # rank 1's first part of five rows: its batch statistics carry one bad row into all of them
+    assert facts[0]["keys_with_non_finite_features"] == [f"k{i}" for i in range(10, 15)]
+    assert facts[0]["gradients_not_finite"] and not facts[0]["parameters_not_finite"]
+    found, ddp = (ranks[0]["not finite"][how] for how in ("fsdp", "ddp"))
+    for state in (found["after"], found["before"]):
+        del state["optimizer"]["param_groups"]  # the learning rate is the step's
+    same(found["after"], found["before"], 0)
+    same(found["went on"], ddp["went on"])
 
 
 def test_rank_0_runs_the_whole_model_alone_for_a_while(ranks: list[Found]) -> None:
     found = ranks[0]["filled"]
-    torch.testing.assert_close(found["features True"], found["features False"])
+    torch.testing.assert_close(found["features True"], found["features False"], rtol=EXACT, atol=EXACT)
     assert [r["filled"]["inside True"] for r in ranks] == [{"cpu"}, {"meta"}], "the others hold no copy"
     for r in ranks:
         assert r["filled"]["after True"] == {"meta"} and r["filled"]["after False"] == {"cpu"}
-    assert worst(found["went on True"], found["went on False"])[0] <= 1e-5, "and training goes on"
+    same(found["went on True"], found["went on False"])
 
 
 def test_a_rank_may_hold_nothing_of_a_parameter(ranks: list[Found]) -> None:
