@@ -23,13 +23,12 @@ from mmclip import distributed
 from mmclip.array_files import read_arrays, write_arrays
 from mmclip.config_text_train import TextTrainSettings
 from mmclip.errors import UsageError, one_line
-from mmclip.gram_way import Relation
 from mmclip.losses import ContrastiveLoss, Positives
 from mmclip.similarity import TEXT_DIRECTIONS, Direction, Normalization
+from mmclip.text_known import codes_of, known_by_id
 
 LOSS_FILE = "mmclip_loss.safetensors"
 TEXT_LOSS_WEIGHTS = {"q2d": 1.0, "d2q": 0.0, "both": 0.5}  # name -> the weight of q2d
-ID_BITS = 31
 
 
 def text_weights(loss: str, q2d_weight: float | None = None) -> dict[Direction, float]:
@@ -96,7 +95,7 @@ class RoleRankingLoss(nn.Module):
                 self.loss.similarity.logit_scale(direction).requires_grad_(False)
         for parameter in self._own():
             parameter.register_post_accumulate_grad_hook(_average)
-        self.register_buffer("relevant", _codes_of(relevant), persistent=False)
+        self.register_buffer("relevant", codes_of(relevant), persistent=False)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """sentence_features: of each column what the model takes, B rows each -> the loss, 0-d."""
@@ -140,14 +139,11 @@ class RoleRankingLoss(nn.Module):
         ids = self._ids(labels, len(rows[0]), len(rows) - 2)
         if self.gather_across_devices:
             ids = [distributed.gather_ids(i) for i in ids]
-        known = self._known(*ids) if ids else {}
-
-        def loss() -> Tensor:
-            return self.loss(sides, None, None, extra, False, known, self.gather_across_devices).loss
-
+        known = known_by_id(self.relevant, *ids) if ids else {}
+        how = {"extra": extra, "untrained": False, "known": known, "across_ranks": self.gather_across_devices}
         if not torch.is_grad_enabled():  # the trainer evaluates with the loss in training mode
             before = {name: state.clone() for name, state in self.loss.state_dict().items()}
-            value = loss()
+            value: Tensor = self.loss(sides, **how).loss
             self.loss.load_state_dict(before)
             return value
         mode = self.loss.training
@@ -155,7 +151,7 @@ class RoleRankingLoss(nn.Module):
             with torch.no_grad():  # what is remembered of lengths is of all ranks, or the ranks' alphas would part
                 self.loss(sides, extra=extra, untrained=False, across_ranks=True)
             self.loss.eval()
-        value = loss()
+        value = self.loss(sides, **how).loss
         self.loss.train(mode)
         return value
 
@@ -177,17 +173,6 @@ class RoleRankingLoss(nn.Module):
                 f"expected: whole numbers [{pairs}, {width}], the query's, the document's and each negative's"
             )
         return []
-
-    def _known(self, query: Tensor, document: Tensor, negative: Tensor) -> dict[Direction, Relation]:
-        """Which candidates are known to be relevant, by direction: ids [B], [B], [H]."""
-        candidate = torch.cat([document, negative])
-        paired = _codes(query, document).sort().values
-
-        def q2d(queries: Tensor, candidates: Tensor) -> Tensor:
-            codes = _codes(query[queries][:, None], candidate[candidates])
-            return _within(codes, self.relevant) | _within(codes, paired)
-
-        return {Direction.Q2D: q2d, Direction.D2Q: lambda documents, queries: q2d(queries, documents).T}
 
 
 class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
@@ -278,28 +263,3 @@ def _average(parameter: Tensor) -> None:
     """Of a gradient that accumulates over several passes, what was there is equal on all ranks and stays as it is."""
     if parameter.grad is not None:
         distributed.average_([parameter.grad])
-
-
-def _codes(query: Tensor, document: Tensor) -> Tensor:
-    """One number for each pair of ids."""
-    return (query.long() << (ID_BITS + 1)) + document.long()
-
-
-def _codes_of(relevant: Tensor | None) -> Tensor:
-    """[M, 2] -> [M], sorted. Errors: UsageError."""
-    if relevant is None:
-        return torch.zeros(0, dtype=torch.long)
-    if relevant.ndim != 2 or relevant.shape[1] != 2 or relevant.is_floating_point():
-        raise UsageError(f"relevant of shape {list(relevant.shape)}, {relevant.dtype}: whole numbers [M, 2] expected, "
-                         "query id and document id")  # fmt: skip
-    if len(relevant) and not 0 <= int(relevant.min()) <= int(relevant.max()) < 2**ID_BITS:
-        raise UsageError(f"relevant: ids from {int(relevant.min())} to {int(relevant.max())}; valid: 0 to 2**31 - 1")
-    return _codes(*relevant.unbind(1)).sort().values
-
-
-def _within(codes: Tensor, ordered: Tensor) -> Tensor:
-    """Whether each number is one of the sorted ones."""
-    if not len(ordered):
-        return torch.zeros_like(codes, dtype=torch.bool)
-    place = torch.searchsorted(ordered, codes).clamp_max(len(ordered) - 1)
-    return ordered[place] == codes

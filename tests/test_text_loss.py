@@ -18,6 +18,7 @@ from mmclip.errors import UsageError
 from mmclip.losses import Positives
 from mmclip.similarity import Direction, Normalization
 from mmclip.text_data import open_beir
+from mmclip.text_known import known_by_id
 from mmclip.text_loss import CachedRoleRankingLoss, RoleRankingLoss, text_weights
 from mmclip.text_model import load_text_model
 from tests.tiny_encoder import sentences, tiny_encoder
@@ -158,7 +159,7 @@ def test_a_known_positive_among_hard_negatives_of_any_row_is_masked_a_target_or_
         features = vectors(2, 1)
         found[policy] = loss(features, labels).item()
         gradient = torch.autograd.grad(loss(features, labels), [f["rows"] for f in features])[2][1]
-        others = loss._known(*loss._ids(labels, 2, 1)) if policy is not Positives.NONE else {}
+        others = known_by_id(loss.relevant, *loss._ids(labels, 2, 1)) if policy is not Positives.NONE else {}
         if others:
             two, four = torch.arange(2), torch.arange(4)
             assert others[Direction.Q2D](two, four).int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
@@ -184,7 +185,7 @@ def test_membership_by_search_equals_sets_at_the_ends_of_the_ids() -> None:
     loss = RoleRankingLoss(GIVEN, relevant=torch.tensor(sorted(pairs)))
     query, document = torch.tensor([0, 1, 7, top]), torch.tensor([2, 4, 5, 6])  # pairs of the batch, none judged
     candidate = torch.tensor([0, 1, 3, top])
-    known = loss._known(query, document, candidate)[Direction.Q2D](torch.arange(4), torch.arange(4, 8))
+    known = known_by_id(loss.relevant, query, document, candidate)[Direction.Q2D](torch.arange(4), torch.arange(4, 8))
     expected = [[(q, d) in pairs for d in candidate.tolist()] for q in query.tolist()]
     assert known.tolist() == expected and known.any() and not known.all()
     assert not any("relevant" in name for name in loss.state_dict())
