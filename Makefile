@@ -32,4 +32,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	touch $@
 
 clean:
-	rm -rf $(VENV) data/scenes* data/cache logs
+	rm -rf $(VENV) data/scenes* data/cache data/bench-venv logs
