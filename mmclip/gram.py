@@ -26,8 +26,9 @@ from torch import Tensor
 from mmclip.columns import Columns
 from mmclip.gram_way import Asking, Factors, Plan, Room, Way, scaled
 
-TILE = {"cpu": 2**20, "cuda": 2**26}  # numbers of a block, at least, by kind of device
 ROWS = 256  # rows of a block, at least: fewer and the matrix products slow down
+BLOCK = {"cpu": 2**20, "cuda": 2**26}  # numbers of a block, at least, by kind of device
+STRIP = {"cpu": 2**18, "cuda": 2**26}  # numbers of a block that are looked at together: a CPU's cache holds few
 KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of inner products that are kept for the gradients, by kind of device
 
 
@@ -106,12 +107,13 @@ class _Tiles:
         for at in self._blocks():
             left -= (at.stop - at.start) * room.row_bytes
             products = self._products(at, None if left >= 0 else room.buffer("products", at.stop - at.start))
-            known = self._known(at)
-            for way in self._ways(at):
-                way.see(products, known[way.back], at)
+            for strip in self._strips(at):
+                part, known = products[strip.start - at.start : strip.stop - at.start], self._known(strip)
+                for way in self._ways(at):
+                    way.see(part, known[way.back], strip)
             if at_once:
                 self.forth.weigh(at)
-                self._differentiate(products, known, at)
+                self._differentiate(products, at)
             if left >= 0:
                 kept.append(products)
         ways = [self.forth] if back is None else [self.forth, back]
@@ -120,16 +122,22 @@ class _Tiles:
             for i, at in enumerate(self._blocks()):
                 again = room.buffer("products", at.stop - at.start) if i >= len(kept) else None
                 products = kept[i] if again is None else self._products(at, again)
-                self._differentiate(products, self._known(at), at)
+                self._differentiate(products, at)
         total = (values * values.new_tensor([way.weight for way in ways])).sum()
         return total, values
 
     def _blocks(self) -> Iterator[slice]:
         """Blocks of rows; none holds both pairs and candidates only."""
-        height = max(ROWS, self._of_device(TILE) // max(len(self.columns), 1))
+        height = max(ROWS, self._of_device(BLOCK) // max(len(self.columns), 1))
         for start, stop in ((0, self.plan.pairs), (self.plan.pairs, len(self.rows) if self.back else 0)):
             for first in range(start, stop, height):
                 yield slice(first, min(first + height, stop))
+
+    def _strips(self, at: slice) -> Iterator[slice]:
+        """A block in parts: what is done a number at a time is done to a part while it is in the cache."""
+        height = max(1, self._of_device(STRIP) // max(len(self.columns), 1))
+        for first in range(at.start, at.stop, height):
+            yield slice(first, min(first + height, at.stop))
 
     def _of_device(self, table: dict[str, int]) -> int:
         return table.get(self.rows.device.type, table["cpu"])
@@ -151,21 +159,19 @@ class _Tiles:
             known[way.back] = way.known(at) if not once else None if first is None else first[:, : way.width]
         return known
 
-    def _differentiate(self, products: Tensor, known: dict[bool, Tensor | None], at: slice) -> None:
-        """A block's part of all gradients."""
-        whole: Tensor | None = None
-        for way in self._ways(at):
-            if way.weighed:
-                gradient = way.gradient(products, known[way.back], at)
-                if whole is None:
-                    whole = gradient
-                    if way is self.back:  # rows that are candidates only: columns that do not ask have no part
-                        whole = self.room.buffer("whole", len(products)).zero_()
-                        whole[:, : gradient.shape[1]] = gradient
-                else:
-                    whole[:, : gradient.shape[1]] += gradient
-        if whole is not None:
-            whole = whole.to(self.columns.dtype)
+    def _differentiate(self, products: Tensor, at: slice) -> None:
+        """A block's part of all gradients, its own written over its products."""
+        ways = [way for way in self._ways(at) if way.weighed]
+        for strip in self._strips(at):
+            part, known = products[strip.start - at.start : strip.stop - at.start], self._known(strip)
+            found = [way.gradient(part, known[way.back], strip) for way in ways]
+            if at.start >= self.plan.pairs:
+                part.zero_()  # rows that are candidates only have a part where columns ask
+            for i, gradient in enumerate(found):
+                own = part[:, : gradient.shape[1]]
+                own.copy_(gradient) if i == 0 else own.add_(gradient)
+        if ways:
+            whole = products.to(self.columns.dtype)
             self.row_gradient[at] = multiply(whole, self.columns)
             if whole.dtype == self.column_gradient.dtype:
                 self.column_gradient.addmm_(whole.T, self.rows[at])

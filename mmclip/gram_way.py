@@ -261,7 +261,7 @@ class Asking:
     def gradient(self, products: Tensor, known: Tensor | None, at: slice) -> Tensor:
         """Of the total in a block's inner products, [k, width]; those in the factors are summed up."""
         scores, of = self._scores(products, at), self._of(at)
-        out = self.room.buffer("back" if self.back else "whole", len(products), self.width)
+        out = self.room.buffer("back" if self.back else "forth", len(products), self.width)
         torch.sub(scores, self.shift[of].unsqueeze(self.dim), out=out).exp_()
         if known is not None:
             if self.plan.multi:

@@ -25,7 +25,8 @@ Found = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram, "ROWS", 8)
-    monkeypatch.setitem(gram.TILE, "cpu", 1)
+    monkeypatch.setitem(gram.BLOCK, "cpu", 1)
+    monkeypatch.setitem(gram.STRIP, "cpu", 3 * B)
 
 
 def rows(dtype: torch.dtype = torch.float64, lengths: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
