@@ -32,7 +32,7 @@ from mmclip.similarity import (
     magnitude,
 )
 from mmclip.softmax_loss import Positives, contrastive_loss, focal_weights
-from mmclip.tiled import Known, relation_of, same_ids, tiled_losses
+from mmclip.tiled import Known, check_batch, relation_of, same_ids, tiled_losses
 
 LOSS_WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # name -> lambda, the weight of i2t
 
@@ -99,6 +99,8 @@ class ContrastiveLoss(nn.Module):
         False: whole score matrices, slower and with all their memory, of which autograd can take second derivatives.
         """
         super().__init__()
+        if not 0 <= focal < math.inf:
+            raise ValueError(f"focal {focal} is not a number of at least 0")
         self.weights = dict(weights)
         ever = [d for w in (self.weights, end_weights or {}) for d, weight in w.items() if weight > 0]
         self.trained = tuple(d for d in self.weights if d in ever)
@@ -132,8 +134,11 @@ class ContrastiveLoss(nn.Module):
 
         across_ranks: rows, ids and further candidates are this rank's, of as many as it has; loss and ``known`` are of
         the whole batch, its ranks in order, and gradients are as distributed.gather_rows has them.
+
+        Errors: ValueError for sides, ids or candidates that do not fit each other, and for no pairs at all.
         """
         extra = extra or {}
+        check_batch(self.weights, sides, {"image_id": image_id, "text_id": text_id}, extra, known, across_ranks)
         if across_ranks:
             image_id, text_id = (i if i is None else distributed.gather_ids(i) for i in (image_id, text_id))
             if not self.tiled:

@@ -193,11 +193,15 @@ class RoleSimilarity(nn.Module):
         super().__init__()
         if not 0 < scale_init <= scale_max:
             raise ValueError(f"scale_init {scale_init:g} is not above 0 and at most scale_max {scale_max:g}")
+        if norm not in list(Normalization):
+            raise ValueError(f"unknown normalization {norm!r}; valid: {', '.join(Normalization)}")
         self.norm = Normalization(norm)
         self.directions = tuple(directions)
         self.scale_init, self.scale_max = float(scale_init), float(scale_max)
         if self.norm is Normalization.LEARNED:
             both = gamma_init if isinstance(gamma_init, tuple) else (gamma_init, gamma_init)
+            if not all(0 < gamma < 1 for gamma in both):
+                raise ValueError(f"gamma_init {gamma_init} is not between 0 and 1, where a sigmoid's values lie")
             hat_q, hat_d = (math.log(gamma / (1 - gamma)) for gamma in both)
             self.gamma_hat_q = nn.Parameter(torch.tensor(hat_q))
             self.gamma_hat_d = nn.Parameter(torch.tensor(hat_d))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -42,6 +42,37 @@ def relation_of(known: Known | None) -> Relation | None:
         return matrix[query][:, inside] & (inside == document)
 
     return relation
+
+
+def check_batch(
+    directions: Iterable[Direction],
+    sides: Mapping[str, Tensor],
+    ids: Mapping[str, Tensor | None],
+    extra: Mapping[str, Tensor],
+    known: Mapping[Direction, Known] | None,
+    across_ranks: bool,
+) -> None:
+    """Errors: ValueError with the shapes received. Tiles would otherwise take the first rows of the longer side."""
+    names = list(dict.fromkeys(s for d in directions for s in (d.query_side, d.document_side)))
+    given = {**{s: sides.get(s) for s in names}, **{f"extra {s}": x for s, x in extra.items()}}
+    told = ", ".join(f"{n} {'missing' if x is None else list(x.shape)}" for n, x in given.items())
+    shapes = [() if x is None else tuple(x.shape) for x in given.values()]
+    first = shapes[0]
+    if any(len(shape) != 2 or shape[1] != first[1] for shape in shapes) or shapes[1] != first:
+        raise ValueError(f"{told}: raw features [B, D] of {' and '.join(names)} are expected, row i the pair i")
+    if not set(extra) <= set(names):
+        raise ValueError(f"{told}: further candidates are of {' or '.join(names)}")
+    pairs = first[0]
+    if pairs == 0 and not across_ranks:
+        raise ValueError(f"{told}: no pairs")
+    for name, i in ids.items():
+        if i is not None and i.shape != (pairs,):
+            raise ValueError(f"{name} {list(i.shape)}: [{pairs}] is expected, a number a pair")
+    for direction, matrix in (known or {}).items():
+        widths = sorted({pairs, pairs + len(extra.get(direction.document_side, ()))})
+        if isinstance(matrix, Tensor) and not across_ranks and matrix.shape not in [(pairs, w) for w in widths]:
+            expected = " or ".join(str([pairs, w]) for w in widths)
+            raise ValueError(f"known {direction.value} {list(matrix.shape)}: {expected} is expected")
 
 
 def takes_half(rows: Tensor) -> bool:

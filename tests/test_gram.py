@@ -26,7 +26,7 @@ Found = dict[str, Tensor]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram, "ROWS", 8)
     monkeypatch.setitem(gram.BLOCK, "cpu", 1)
-    monkeypatch.setitem(gram.STRIP, "cpu", 3 * B)
+    monkeypatch.setitem(gram.STRIP, "cpu", 5 * B)
 
 
 def rows(dtype: torch.dtype = torch.float64, lengths: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def test_tiles_have_the_values_and_gradients_of_whole_matrices(
         expected = found(plain, extra=extra)
         assert_equal(found(tiled, extra=extra), expected)  # which sets alpha
         assert not extra or expected["more text"].any() == (loss != "asym-t2i")
-        for keep in (0, 2 * 8 * 8 * B, 2**40):
+        for keep in (0, 2 * 8 * 8 * B):
             monkeypatch.setitem(gram.KEEP, "cpu", keep)
             tiled.zero_grad()
             tiled.load_state_dict(plain.state_dict())
