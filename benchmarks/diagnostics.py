@@ -33,6 +33,8 @@ from typing import Any
 from harness import (
     MEASURED,
     Json,
+    Parser,
+    count,
     machine,
     measured,
     medians,
@@ -60,11 +62,18 @@ K, RESAMPLES = 10, 1000
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--sizes", type=int, nargs="+", default=[1000, 2000, 5000, 10_000], metavar="N", help="[to 10,000]")
-    p.add_argument("--dim", type=int, default=64, metavar="D", help="[64]")
-    p.add_argument("--rounds", type=int, default=3, help="measurements of each form [3]")
-    p.add_argument("--threads", type=int, default=1, help="of each form [1]")
+    p = Parser(__doc__)
+    p.add_argument(
+        "--sizes",
+        type=partial(count, least=2),
+        nargs="+",
+        default=[1000, 2000, 5000, 10_000],
+        metavar="N",
+        help="[to 10,000]",
+    )
+    p.add_argument("--dim", type=count, default=64, metavar="D", help="[64]")
+    p.add_argument("--rounds", type=count, default=3, help="measurements of each form [3]")
+    p.add_argument("--threads", type=count, default=1, help="of each form [1]")
     p.add_argument("--measures", nargs="+", choices=list(MEASURES), default=list(MEASURES), help="[all]")
     p.add_argument("--csv", type=Path, metavar="FILE", help="write the medians here, too")
     p.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side as m
-from harness import machine, write_csv
+from harness import Parser, count, machine, write_csv
 
 CONTESTANTS = ("ours", "open_clip")
 SIDES = ("image", "text")
@@ -40,9 +40,9 @@ TOLERANCE = {"fp32": 1e-4, "amp_bf16": 3e-2}  # of the largest number; float32 s
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--model", default="flickr-small.json", help="a model config JSON or an open_clip name")
-    p.add_argument("--images", type=int, default=2000, metavar="N", help="the first N of the data (default: 2000)")
+    p.add_argument("--images", type=count, default=2000, metavar="N", help="the first N of the data (default: 2000)")
     m.add_flags(p)
     return p
 
@@ -200,8 +200,6 @@ def main() -> int:
         return 0
     if args.quick:
         args.images, args.rounds = min(args.images, 48), 1
-    if args.images < 1:
-        sys.exit(f"error: --images {args.images}: expected at least 1")
     m.settle(args)
     with tempfile.TemporaryDirectory() as folder:
         return compete(args, Path(folder))

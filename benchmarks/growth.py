@@ -20,20 +20,20 @@ from typing import Any
 
 import loss
 import retrieval
-from harness import Json, machine, medians, read_csv, take_turns, write_csv
+from harness import Json, Parser, count, machine, medians, read_csv, refuse, take_turns, write_csv
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
 LABELS = {"loss": ("B", "pairs in a batch, B"), "retrieval": ("N", "images, N, with five captions each")}
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("what", nargs="*", metavar="WHAT", help="loss, retrieval [both]")
-    p.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16_384], metavar="B")
-    p.add_argument("--images", type=int, nargs="+", default=[250, 500, 1000, 2000, 4000], metavar="N")
-    p.add_argument("--dim", type=int, default=512, metavar="D", help="[512]")
-    p.add_argument("--rounds", type=int, default=3, help="measurements of each [3]")
-    p.add_argument("--threads", type=int, default=1, help="of each contestant [1]")
+    p.add_argument("--batch-sizes", type=count, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16_384], metavar="B")
+    p.add_argument("--images", type=count, nargs="+", default=[250, 500, 1000, 2000, 4000], metavar="N")
+    p.add_argument("--dim", type=count, default=512, metavar="D", help="[512]")
+    p.add_argument("--rounds", type=count, default=3, help="measurements of each [3]")
+    p.add_argument("--threads", type=count, default=1, help="of each contestant [1]")
     p.add_argument("--folder", type=Path, default=FOLDER, help="[docs/performance]")
     p.add_argument("--draw", action="store_true", help="measure nothing")
     return p
@@ -99,7 +99,7 @@ def main() -> int:
     args = parser().parse_args()
     wanted = args.what or list(LABELS)
     if unknown := [what for what in wanted if what not in LABELS]:
-        sys.exit(f"error: {unknown[0]!r} has no curve here; valid: {', '.join(LABELS)}")
+        refuse(f"{unknown[0]!r} has no curve here; valid: {', '.join(LABELS)}")
     for what in wanted:
         if not args.draw:
             if what == "loss":

@@ -6,6 +6,7 @@ is done by ``python BENCHMARK --measure JSON``, whose last line of output is JSO
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import json
@@ -19,11 +20,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 Json = dict[str, Any]
 MEASURED = ("seconds", "cpu", "mib")
 MIB = 2**20
+
+
+class Parser(argparse.ArgumentParser):
+    """A benchmark's flags: its docstring is its help, and what is wrong is one line and exit code 2."""
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        refuse(message)
+
+
+def refuse(message: object) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def count(text: str, least: int = 1) -> int:
+    """A flag's whole number. Errors: argparse's, for one below ``least``."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least {least} is expected")
+    return number
 
 
 def peak_mib() -> float:

@@ -40,11 +40,14 @@ from harness import (
     MEASURED,
     MIB,
     Json,
+    Parser,
+    count,
     cuda_name,
     machine,
     measured,
     medians,
     peak_mib,
+    refuse,
     row,
     settled_mib,
     share,
@@ -71,17 +74,23 @@ RATE_ROWS = 4096  # of the matrix product whose rate is the floor's
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--batch-sizes", type=int, nargs="+", metavar="B", help="[4096 16384; on CUDA 32768 65536]")
-    p.add_argument("--dim", type=int, metavar="D", help="[512; on CUDA 768]")
+    p = Parser(__doc__)
+    p.add_argument("--batch-sizes", type=count, nargs="+", metavar="B", help="[4096 16384; on CUDA 32768 65536]")
+    p.add_argument("--dim", type=count, metavar="D", help="[512; on CUDA 768]")
     p.add_argument("--dtype", choices=list(ROUNDING), help="of the features [float32; on CUDA bfloat16]")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="[cpu]")
-    p.add_argument("--rounds", type=int, default=3, help="measurements of each contestant [3]")
-    p.add_argument("--threads", type=int, default=1, help="of each contestant [1]")
+    p.add_argument("--rounds", type=count, default=3, help="measurements of each contestant [3]")
+    p.add_argument("--threads", type=count, default=1, help="of each contestant [1]")
     p.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="[all]")
     p.add_argument("--norms", nargs="+", choices=NORMS, default=list(NORMS), help="of sym [all]")
     p.add_argument("--quick", action="store_true", help="B = 1,024 and one round")
-    p.add_argument("--ranks", type=int, nargs="+", metavar="N", help="count bytes between N gloo processes instead")
+    p.add_argument(
+        "--ranks",
+        type=partial(count, least=2),
+        nargs="+",
+        metavar="N",
+        help="count bytes between N gloo processes instead",
+    )
     p.add_argument("--csv", type=Path, metavar="FILE", help="write the medians here, too")
     p.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)  # what a process of its own is told
     return p
@@ -287,8 +296,7 @@ def main() -> int:
         return 0
     name = cuda_name() if args.device == "cuda" else "cpu"
     if name is None:
-        print("error: --device cuda: this machine has no usable CUDA device; valid here: cpu", file=sys.stderr)
-        return 2
+        refuse("--device cuda: this machine has no usable CUDA device; valid here: cpu")
     on_cuda = args.device == "cuda"
     args.batch_sizes = args.batch_sizes or ([32_768, 65_536] if on_cuda else [4_096, 16_384])
     args.dim = args.dim or (768 if on_cuda else 512)

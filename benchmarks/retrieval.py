@@ -23,10 +23,25 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import MEASURED, Json, machine, measured, medians, peak_mib, row, settled_mib, spent, take_turns, write_csv
+from harness import (
+    MEASURED,
+    Json,
+    Parser,
+    count,
+    machine,
+    measured,
+    medians,
+    peak_mib,
+    row,
+    settled_mib,
+    spent,
+    take_turns,
+    write_csv,
+)
 
 CONTESTANTS = ("mmclip", "clip-benchmark")
 THEIR_BATCH = 64  # clip-benchmark's default --batch_size, which is how many queries it looks at together
@@ -36,18 +51,24 @@ HUGE = (100_000, 500_000)  # images and captions to which memory is extrapolated
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--images", type=int, default=5_000, metavar="N")
-    p.add_argument("--captions", type=int, default=5, metavar="N", help="of each image (default: 5)")
-    p.add_argument("--dim", type=int, default=512, metavar="D", help="numbers of an embedding (default: 512)")
+    p = Parser(__doc__)
+    p.add_argument("--images", type=count, default=5_000, metavar="N")
+    p.add_argument("--captions", type=count, default=5, metavar="N", help="of each image (default: 5)")
+    p.add_argument("--dim", type=count, default=512, metavar="D", help="numbers of an embedding (default: 512)")
     p.add_argument(
         "--noise", type=float, default=4.0, help="caption = image + NOISE * random (default: 4; more is harder)"
     )
-    p.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="of success@k (default: 1 5 10)")
-    p.add_argument("--rounds", type=int, default=3, help="measurements of each contestant (default: 3)")
-    p.add_argument("--threads", type=int, default=1, help="of each contestant (default: 1)")
-    p.add_argument("--block-bytes", type=int, metavar="B", help="mmclip's working memory (default: mmclip's own)")
-    p.add_argument("--lists", type=int, default=0, metavar="K", help="let mmclip also list the best K by cosine")
+    p.add_argument("--k", type=count, nargs="+", default=[1, 5, 10], help="of success@k (default: 1 5 10)")
+    p.add_argument("--rounds", type=count, default=3, help="measurements of each contestant (default: 3)")
+    p.add_argument("--threads", type=count, default=1, help="of each contestant (default: 1)")
+    p.add_argument("--block-bytes", type=count, metavar="B", help="mmclip's working memory (default: mmclip's own)")
+    p.add_argument(
+        "--lists",
+        type=partial(count, least=0),
+        default=0,
+        metavar="K",
+        help="let mmclip also list the best K by cosine",
+    )
     p.add_argument(
         "--large",
         action="store_true",

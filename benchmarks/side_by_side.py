@@ -16,9 +16,12 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from harness import count, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,24 +32,23 @@ def add_flags(p: argparse.ArgumentParser) -> None:
     """The flags of every such benchmark."""
     p.add_argument("--data", default="builtin:scenes", help="pictures and captions, as train_clip.py takes them")
     p.add_argument("--split", metavar="NAME", help="split of a folder")
-    p.add_argument("--batch-size", type=int, default=64, metavar="B", help="of both (default: 64)")
-    p.add_argument("--workers", type=int, default=2, metavar="N", help="reading processes of both (default: 2)")
-    p.add_argument("--threads", type=int, metavar="N", help="of both, OMP_NUM_THREADS (default: as many as cores)")
+    p.add_argument("--batch-size", type=count, default=64, metavar="B", help="of both (default: 64)")
+    p.add_argument(
+        "--workers", type=partial(count, least=0), default=2, metavar="N", help="reading processes of both (default: 2)"
+    )
+    p.add_argument("--threads", type=count, metavar="N", help="of both, OMP_NUM_THREADS (default: as many as cores)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     p.add_argument("--precision", default="auto", choices=("auto", "fp32", "amp_bf16"), help="auto: bf16 on CUDA only")
-    p.add_argument("--rounds", type=int, default=5, help="measurements of each contestant (default: 5)")
+    p.add_argument("--rounds", type=count, default=5, help="measurements of each contestant (default: 5)")
     p.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to it")
     p.add_argument("--quick", action="store_true", help="one round of little: to see that it runs, not to be quoted")
     p.add_argument("--told", help=argparse.SUPPRESS)  # what a process of its own is told: a contestant and its inputs
 
 
 def settle(args: argparse.Namespace) -> None:
-    """'auto' and defaults that ask the machine, resolved. Errors: exit, for numbers that are none."""
+    """'auto' and defaults that ask the machine, resolved."""
     import torch
 
-    for name in ("batch_size", "rounds"):
-        if getattr(args, name) < 1:
-            sys.exit(f"error: --{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
     args.threads = args.threads or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0])
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,8 +84,12 @@ def export(
     """The first ``n`` pictures of a data set, bytes unchanged, with their first ``captions`` captions: {"csv": a CSV
     beside files, open_clip's layout, "tar": a pattern of ``shards`` shards, "images", "captions": how many}."""
     from mmclip.data import open_data
+    from mmclip.errors import UsageError
 
-    data = open_data(source, split, purpose)
+    try:
+        data = open_data(source, split, purpose)
+    except UsageError as error:
+        refuse(f"--data: {error}")
     n = len(data) if n is None else min(n, len(data))
     (folder / "pictures").mkdir(parents=True)
     names: list[tuple[str, str]] = []
@@ -122,7 +128,7 @@ def write_model(model: str, folder: Path) -> Json:
     config = read_model_config(model)
     model_cfg = config["model_cfg"] if config else open_clip.get_model_config(model)
     if model_cfg is None:
-        sys.exit(f"error: --model {model}: neither a model config JSON nor a name that open_clip knows")
+        refuse(f"--model {model}: neither a model config JSON nor a name that open_clip knows")
     path = folder / "bench-model.json"
     path.write_text(json.dumps(model_cfg), encoding="utf-8")
     open_clip.add_model_config(path)

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from harness import read_csv
+from harness import Parser, read_csv, refuse
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 MARKED = re.compile(r"(<!-- table: (\S+\.csv) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -47,7 +47,11 @@ def table(path: Path) -> str:
 
 
 def main() -> int:
-    page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    p = Parser(__doc__)
+    p.add_argument("page", nargs="?", type=Path, default=PAGE, help="[docs/performance.md]")
+    page = p.parse_args().page
+    if not page.is_file():
+        refuse(f"{page}: no such file")
     text = page.read_text(encoding="utf-8")
     page.write_text(MARKED.sub(lambda m: m[1] + table(page.with_suffix("") / m[2]) + m[3], text), encoding="utf-8")
     return 0

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side as m
-from harness import machine, write_csv
+from harness import Parser, count, machine, refuse, write_csv
 
 CONTESTANTS = ("ours", "open_clip_train")
 OPTIMIZER = {"lr": 5e-4, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6, "grad-clip-norm": 1.0}
@@ -54,11 +54,11 @@ AGREE = 1e-4  # first losses, absolute
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--model", default="flickr-small.json", help="a model config JSON or an open_clip name, no dropout")
     p.add_argument("--layout", choices=("tar", "csv"), default="tar", help="how both read (default: tar)")
-    p.add_argument("--steps", type=int, default=40, metavar="N", help="timed steps of a measurement (default: 40)")
-    p.add_argument("--warmup", type=int, default=10, metavar="N", help="steps before them (default: 10)")
+    p.add_argument("--steps", type=count, default=40, metavar="N", help="timed steps of a measurement (default: 40)")
+    p.add_argument("--warmup", type=count, default=10, metavar="N", help="steps before them (default: 10)")
     p.add_argument("--venv", type=Path, default=m.ROOT / "data/bench-venv", metavar="DIR", help="made where missing")
     m.add_flags(p)
     return p
@@ -207,8 +207,6 @@ def row(name: str, samples: float, cpu: float) -> str:
 
 def compete(args: argparse.Namespace, folder: Path) -> int:
     """Hold both together, take turns; print medians and, last, the ratio. The exit code."""
-    theirs = make_venv(args.venv)
-    pythons = {"ours": sys.executable, "open_clip_train": theirs}
     about = machine(args.threads, args.device)
     print(about, flush=True)
     model = {**m.write_model(args.model, folder), "folder": str(folder), "layout": args.layout}
@@ -217,10 +215,9 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
     wanted = (args.warmup + args.steps + 1) * args.batch_size
     data = m.export(args.data, args.split, "train", wanted, folder / "timed", 1, readers)
     if data["images"] < args.batch_size * readers:
-        sys.exit(
-            f"error: --data {args.data}: {data['images']} images, fewer than a batch for each of {readers} readers"
-        )
+        refuse(f"--data {args.data}: {data['images']} images, fewer than a batch for each of {readers} readers")
     one = m.export(args.data, args.split, "train", args.batch_size, folder / "one", 1, 1)
+    pythons = {"ours": sys.executable, "open_clip_train": make_venv(args.venv)}
 
     agree = {}
     for name in CONTESTANTS:
@@ -268,8 +265,6 @@ def main() -> int:
         return 0
     if args.quick:
         args.steps, args.warmup, args.rounds = 2, 1, 1
-    if args.steps < 1 or args.warmup < 1:
-        sys.exit("error: --steps and --warmup: expected at least 1")
     m.settle(args)
     with tempfile.TemporaryDirectory() as folder:
         return compete(args, Path(folder))

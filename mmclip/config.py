@@ -128,6 +128,7 @@ class TrainSettings(DataSettings, LossSettings):
         RUN,
         "settings that --resume may find changed, such as lr epochs: the run goes on with the new ones, and is "
         "then not the run that it was",
+        type=lambda name: name.replace("-", "_"),
         choices=CHANGEABLE,
         nargs="*",
         metavar="NAME",

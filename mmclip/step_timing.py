@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmclip import distributed, failures
 from mmclip.errors import UsageError
 from mmclip.loader import Batch
+from mmclip.runlog import progress_bar
 from mmclip.step import NotFinite
 from mmclip.table_parts import column, make_console, new_table, row
 from mmclip.training import Trainer
@@ -93,7 +95,13 @@ def measure(trainer: Trainer, steps: int) -> Measured:
 
     Errors: UsageError where a step cannot be taken.
     """
-    device, batches = trainer.device, _batches(trainer)
+    with progress_bar() as bar:
+        bar.disable = bar.disable or trainer.rank != 0
+        return _measure(trainer, steps, partial(bar.advance, bar.add_task("steps", total=WARMUP + 2 * steps, note="")))
+
+
+def _measure(trainer: Trainer, steps: int, told: Callable[[], None]) -> Measured:
+    device, batches = trainer.device, _batches(trainer, told)
     for _ in range(WARMUP):
         batch = next(batches)
         _take(trainer, batch)
@@ -116,14 +124,15 @@ def measure(trainer: Trainer, steps: int) -> Measured:
     )  # fmt: skip
 
 
-def _batches(trainer: Trainer) -> Iterator[Batch]:
-    """Epoch after epoch. Errors: UsageError for an epoch in which no picture can be read."""
+def _batches(trainer: Trainer, told: Callable[[], None]) -> Iterator[Batch]:
+    """Epoch after epoch, each batch told. Errors: UsageError for an epoch in which no picture can be read."""
     epoch = 0
     while True:
         taken = 0
         for batch in trainer.batches.batches(epoch):
             if not distributed.largest([int(len(batch.image_id) == 0)], trainer.device)[0]:
                 taken += 1
+                told()
                 yield batch
         if not taken:
             raise UsageError("--benchmark: no step of an epoch has pictures that can be read")
@@ -181,7 +190,8 @@ def _parts(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, 
 
 def count_flops(trainer: Trainer, batch: Batch) -> int:
     """Floating-point operations of the towers' forward and backward pass over a process's batch, each counted once
-    (with --accum-freq the step runs forward twice); attention's products where torch can count them."""
+    (--accum-freq and --grad-checkpointing run forward twice); attention's products where torch can count them."""
+    trainer.towers.clip.set_grad_checkpointing(False)
     total, source, device = 0, trainer.source, trainer.device
     for part in batch.split(trainer.settings.batch_size):
         (images, from_image), (texts, from_text) = (source.inputs(s, part, device) for s in ("image", "text"))
@@ -192,6 +202,7 @@ def count_flops(trainer: Trainer, batch: Batch) -> int:
             (image.sum() + text.sum()).backward()
         total += counter.get_total_flops()
     trainer.stepper.optimizer.zero_grad(set_to_none=True)
+    trainer.towers.clip.set_grad_checkpointing(trainer.settings.grad_checkpointing)
     return total
 
 
