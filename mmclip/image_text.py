@@ -120,7 +120,8 @@ class ImageTextData:
                 if least is not None:
                     short = min(image.size)
                     image.draft("RGB", (-(-least * image.width // short), -(-least * image.height // short)))
-                return image.convert("RGB")
+                image.load()
+                return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
         except UnidentifiedImageError:
             raise BadSample(
                 self.keys[row], path, f"not a readable picture of a known kind ({', '.join(FORMATS)})"
