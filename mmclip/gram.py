@@ -35,7 +35,7 @@ KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of inner products that are kept fo
 def gram_loss(rows: Tensor, columns: Tensor, forth: Way, back: Way | None, plan: Plan) -> tuple[Tensor, Tensor]:
     """(the weighted sum of the ways' losses, 0-d, with its gradients; each way's own loss, [1 or 2], without).
 
-    rows [N, D], columns [M, D] of one dtype, half precision on CUDA only. Across ranks: of this one; losses are those
+    rows [N, D], columns [M, D] of one dtype: float32, float64, or, on CUDA, bfloat16. Across ranks: of this one; losses are those
     of the whole batch and gradients are world-size times theirs, as distributed.gather_rows has it. Errors:
     RuntimeError where a second derivative is asked for.
     """
@@ -79,11 +79,11 @@ class _Tiles:
         self.plan, self.with_gradients = plan, with_gradients
         self.dtypes = [t if t is None else t.dtype for t in tensors]
         self.shared = Columns(columns, rows, plan.pairs, plan.across_ranks)
-        half = rows.dtype in (torch.bfloat16, torch.float16)
+        half = rows.dtype == torch.bfloat16
         dtype = torch.float32 if half else rows.dtype
         factors = Factors.of(tensors[2:5], dtype)
-        # Forth's factors go into rows and columns, where they cost no pass over the scores; half precision stays as it
-        # is: its products are exact, its multiples are not
+        # Forth's factors go into rows and columns, where they cost no pass over the scores; bfloat16 stays as it is:
+        # its products are exact, its multiples are not
         self.inner = (None, None) if half else factors.multipliers()
         self.rows, own = (x if f is None else scaled(x, f) for x, f in zip((rows, columns), self.inner, strict=True))
         self.columns = self.shared.gather(own)
@@ -106,7 +106,9 @@ class _Tiles:
         kept: list[Tensor] = []  # of the first blocks
         for at in self._blocks():
             left -= (at.stop - at.start) * room.row_bytes
-            products = self._products(at, None if left >= 0 else room.buffer("products", at.stop - at.start))
+            products = self._products(
+                at, None if left >= 0 else room.buffer("products", at.stop - at.start, room.width)
+            )
             for strip in self._strips(at):
                 part, known = products[strip.start - at.start : strip.stop - at.start], self._known(strip)
                 for way in self._ways(at):
@@ -120,7 +122,7 @@ class _Tiles:
         values = torch.stack([way.settle() for way in ways])
         if self.with_gradients and not at_once:
             for i, at in enumerate(self._blocks()):
-                again = room.buffer("products", at.stop - at.start) if i >= len(kept) else None
+                again = room.buffer("products", at.stop - at.start, room.width) if i >= len(kept) else None
                 products = kept[i] if again is None else self._products(at, again)
                 self._differentiate(products, at)
         total = (values * values.new_tensor([way.weight for way in ways])).sum()
@@ -192,7 +194,7 @@ class _Tiles:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """A matrix product that is float32 where its factors are half precision (whose own products are exact in it)."""
+    """A matrix product, in float32 where its factors are bfloat16 (whose own products are exact in it)."""
     if a.dtype in (torch.float32, torch.float64):
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     return torch.mm(a, b, out_dtype=torch.float32)

@@ -69,8 +69,8 @@ class Plan:
 
     pairs: row i and column i match for i below it; rows and columns behind are candidates only. multi: known positives
     are targets, too, instead of left out. focal: weights of all queries, [n] -> [n] of sum 1, from the log of the
-    probability that each gives its targets; None: equal ones. alike: both ways
-    divide rows by the same numbers, and columns.
+    probability that each gives its targets; None: equal ones. alike: both ways divide rows by the same numbers, and
+    columns.
     """
 
     pairs: int
@@ -91,9 +91,8 @@ class Room:
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
 
-    def buffer(self, name: str, height: int, width: int | None = None) -> Tensor:
+    def buffer(self, name: str, height: int, width: int) -> Tensor:
         """[height, width], contiguous, with whatever was left there."""
-        width = self.width if width is None else width
         if name not in self._buffers or self._buffers[name].numel() < height * width:
             self._buffers[name] = torch.empty(height * width, dtype=self.dtype, device=self.device)
         return self._buffers[name][: height * width].view(height, width)
