@@ -35,9 +35,9 @@ KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of inner products that are kept fo
 def gram_loss(rows: Tensor, columns: Tensor, forth: Way, back: Way | None, plan: Plan) -> tuple[Tensor, Tensor]:
     """(the weighted sum of the ways' losses, 0-d, with its gradients; each way's own loss, [1 or 2], without).
 
-    rows [N, D], columns [M, D] of one dtype: float32, float64, or, on CUDA, bfloat16. Across ranks: of this one; losses are those
-    of the whole batch and gradients are world-size times theirs, as distributed.gather_rows has it. Errors:
-    RuntimeError where a second derivative is asked for.
+    rows [N, D], columns [M, D] of one dtype: float32, float64, or, on CUDA, bfloat16. Across ranks they are this one's;
+    losses are those of the whole batch and gradients are world-size times theirs, as distributed.gather_rows has it.
+    Errors: RuntimeError where a second derivative is asked for.
     """
     factors = [*forth.factors, *(back.factors if back is not None else ())]
     asked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (rows, columns, *factors))
