@@ -77,7 +77,7 @@ class DataSettings:
         False,
         DATA,
         "decode training JPEGs at a half, a quarter or an eighth of their size where the augmentation's smallest crop "
-        "still has as many pixels as the model takes: large photos are read up to twice as fast, with slightly other "
+        "still has as many pixels as the model takes: large photos are read faster, with slightly other "
         "pixels and other crops drawn; evaluation never does",
     )
     max_bad_samples: int | None = flag(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import distributed
+from mmclip.errors import UsageError, one_line
 from mmclip.gram_way import Relation
 from mmclip.similarity import (
     SCALE_INIT,
@@ -56,16 +57,30 @@ def direction_weights(loss: str, i2t_weight: float | None = None) -> dict[Direct
     >>> {d.value: w for d, w in direction_weights("asym-t2i").items()}
     {'i2t': 0.0, 't2i': 1.0}
     """
-    if loss not in LOSS_WEIGHTS:
-        raise ValueError(f"unknown loss {loss!r}; valid: {', '.join(LOSS_WEIGHTS)}")
-    weight = LOSS_WEIGHTS[loss]
-    if i2t_weight is not None:
-        if not 0 <= i2t_weight <= 1:
-            raise ValueError(f"i2t weight {i2t_weight} is outside 0 to 1")
-        if loss != "sym" and i2t_weight != weight:
-            raise ValueError(f"loss {loss!r} fixes the i2t weight at {weight:g}; give {i2t_weight:g} with loss 'sym'")
-        weight = i2t_weight
-    return {Direction.I2T: weight, Direction.T2I: 1.0 - weight}
+    return weights_by_name(LOSS_WEIGHTS, Direction.I2T, loss, i2t_weight)
+
+
+def weights_by_name(
+    names: Mapping[str, float], first: Direction, loss: str, weight: float | None = None
+) -> dict[Direction, float]:
+    """Weights of ``first`` and its opposite. names: ``first``'s by loss; the loss that trains both, at 1/2, takes
+    another ``weight``.
+
+    Errors: UsageError (a ValueError) for an unknown loss, a weight outside 0 to 1, or one beside a one-direction loss.
+    """
+    if loss not in names:
+        raise UsageError(f"unknown loss {one_line(loss, 60)!r}; valid: {', '.join(names)}")
+    own = names[loss]
+    if weight is not None:
+        if not 0 <= weight <= 1:
+            raise UsageError(f"{first.value} weight {weight} is outside 0 to 1")
+        if own != 0.5 and weight != own:
+            both = next(name for name, w in names.items() if w == 0.5)
+            raise UsageError(
+                f"loss {loss!r} fixes the {first.value} weight at {own:g}; give {weight:g} with loss {both!r}"
+            )
+        own = weight
+    return {first: own, first.opposite: 1.0 - own}
 
 
 class ContrastiveLoss(nn.Module):

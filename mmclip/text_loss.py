@@ -23,7 +23,7 @@ from mmclip import distributed
 from mmclip.array_files import read_arrays, write_arrays
 from mmclip.config_text_train import TextTrainSettings
 from mmclip.errors import UsageError, one_line
-from mmclip.losses import ContrastiveLoss, Positives
+from mmclip.losses import ContrastiveLoss, Positives, weights_by_name
 from mmclip.similarity import TEXT_DIRECTIONS, Direction, Normalization
 from mmclip.text_known import codes_of, known_by_id
 
@@ -39,16 +39,7 @@ def text_weights(loss: str, q2d_weight: float | None = None) -> dict[Direction, 
     >>> {d.value: w for d, w in text_weights("both", 0.75).items()}
     {'q2d': 0.75, 'd2q': 0.25}
     """
-    if loss not in TEXT_LOSS_WEIGHTS:
-        raise UsageError(f"unknown loss {one_line(loss, 60)!r}; valid: {', '.join(TEXT_LOSS_WEIGHTS)}")
-    weight = TEXT_LOSS_WEIGHTS[loss]
-    if q2d_weight is not None:
-        if not 0 <= q2d_weight <= 1:
-            raise UsageError(f"q2d weight {q2d_weight} is outside 0 to 1")
-        if loss != "both" and q2d_weight != weight:
-            raise UsageError(f"loss {loss!r} fixes the q2d weight at {weight:g}; give {q2d_weight:g} with loss 'both'")
-        weight = q2d_weight
-    return {Direction.Q2D: weight, Direction.D2Q: 1.0 - weight}
+    return weights_by_name(TEXT_LOSS_WEIGHTS, Direction.Q2D, loss, q2d_weight)
 
 
 class RoleRankingLoss(nn.Module):

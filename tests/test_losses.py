@@ -294,42 +294,6 @@ def test_known_positives_of_a_direction_are_used_as_they_are_given(policy: Posit
     assert given == loss(sides, same).by_direction, "ids say the same"
 
 
-@pytest.mark.parametrize("tiled", [True, False])
-@pytest.mark.parametrize(
-    ("sides", "more", "told"),
-    [
-        (
-            {"image": (8, 4), "text": (9, 4)},
-            {},
-            r"image \[8, 4\], text \[9, 4\]: raw features \[B, D\]",
-        ),
-        ({"image": (8, 4), "text": (8, 5)}, {}, r"text \[8, 5\]"),
-        ({"image": (8,), "text": (8,)}, {}, r"image \[8\]"),
-        ({"image": (8, 4), "txt": (8, 4)}, {}, "text missing"),
-        ({"image": (0, 4), "text": (0, 4)}, {}, "no pairs"),
-        ({"image": (8, 4), "text": (8, 4)}, {"image_id": torch.arange(7)}, r"image_id \[7\]: \[8\] is expected"),
-        ({"image": (8, 4), "text": (8, 4)}, {"text_id": torch.arange(9)}, r"text_id \[9\]"),
-        (
-            {"image": (8, 4), "text": (8, 4)},
-            {"extra": {"txt": torch.ones(2, 4)}},
-            "further candidates are of image or text",
-        ),
-        ({"image": (8, 4), "text": (8, 4)}, {"extra": {"text": torch.ones(2, 3)}}, r"extra text \[2, 3\]"),
-        (
-            {"image": (8, 4), "text": (8, 4)},
-            {"known": {Direction.I2T: torch.ones(8, 9, dtype=torch.bool)}},
-            r"known i2t \[8, 9\]: \[8, 8\] is expected",
-        ),
-    ],
-    ids=str,
-)
-def test_a_batch_that_does_not_fit_itself_is_refused(
-    tiled: bool, sides: dict[str, tuple[int, ...]], more: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ValueError, match=told):
-        clip_loss("sym", "qnorm", tiled=tiled)({s: torch.ones(shape) for s, shape in sides.items()}, **more)
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [
