@@ -26,8 +26,9 @@ from torch import Tensor
 from mmclip.columns import Columns
 from mmclip.gram_way import Asking, Factors, Plan, Room, Way, scaled
 
-ROWS = 256  # rows of a block, at least: fewer and the matrix products slow down
-BLOCK = {"cpu": 2**20, "cuda": 2**26}  # numbers of a block, at least, by kind of device
+ROWS = 512  # rows of a block, at least: fewer and the matrix products slow down
+BLOCK = {"cpu": 2**21, "cuda": 2**26}  # numbers of a block, at least, by kind of device
+PIECE = {"cpu": 2**11, "cuda": 2**31}  # columns of one matrix product: wider ones slow down on a CPU
 STRIP = {"cpu": 2**18, "cuda": 2**26}  # numbers of a block that are looked at together: a CPU's cache holds few
 KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of inner products that are kept for the gradients, by kind of device
 
@@ -150,7 +151,13 @@ class _Tiles:
         return forth if self.back is None else [*forth, self.back]
 
     def _products(self, at: slice, out: Tensor | None) -> Tensor:
-        return multiply(self.rows[at], self.columns.T, out)
+        rows, piece = self.rows[at], self._of_device(PIECE)
+        if len(self.columns) <= piece or rows.dtype == torch.bfloat16:
+            return multiply(rows, self.columns.T, out)
+        out = rows.new_empty(len(rows), len(self.columns)) if out is None else out
+        for columns, part in zip(self.columns.split(piece), out.split(piece, 1), strict=True):
+            torch.mm(rows, columns.T, out=part)
+        return out
 
     def _known(self, at: slice) -> dict[bool, Tensor | None]:
         """Known positives of a block, forth (False) and back (True)."""

@@ -125,11 +125,8 @@ def sent(across_ranks: bool) -> float:
 
 def _rank(rank: int, folder: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    gram.ROWS, gram.BLOCK["cpu"], gram.STRIP["cpu"] = (
-        2,
-        1,
-        1,
-    )  # ranks have other numbers of blocks, and none waits for another's
+    # Ranks have other numbers of blocks, and none waits for another's
+    gram.ROWS, gram.BLOCK["cpu"], gram.PIECE["cpu"], gram.STRIP["cpu"] = 2, 1, 3, 1
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     try:
         found: dict[str, Any] = {"steps": {tuple(c): one_step(c, ranks) for c in CASES}, "columns": there_and_back()}

@@ -26,6 +26,7 @@ Found = dict[str, Tensor]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram, "ROWS", 8)
     monkeypatch.setitem(gram.BLOCK, "cpu", 1)
+    monkeypatch.setitem(gram.PIECE, "cpu", 10)  # nor are the last columns ten
     monkeypatch.setitem(gram.STRIP, "cpu", 5 * B)
 
 
