@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import tests.warm  # noqa: F401 - before anything starts the server
+
 settings.register_profile(
     "mmclip", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.tiny import run_script
+
 N, M, D = 40, 80, 8
-
-
-def run(root: Path, script: str, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "scripts" / script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300)
 
 
 def write(path: Path, **changes: object) -> Path:
@@ -32,10 +27,10 @@ def write(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_five_numpy_arrays_are_diagnosed_in_one_command(root: Path, tmp_path: Path) -> None:
+def test_five_numpy_arrays_are_diagnosed_in_one_command(tmp_path: Path) -> None:
     file, bank = write(tmp_path / "x.npz"), tmp_path / "bank.npz"
     write(bank, text=np.random.default_rng(5).normal(size=(M, D)), image=np.random.default_rng(6).normal(size=(N, D)))
-    done = run(root, "diagnose.py", "--embeddings", file, "--bank", bank, "--output", tmp_path / "out")
+    done = run_script("diagnose.py", "--embeddings", file, "--bank", bank, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     for direction in ("i2t", "t2i"):
@@ -47,10 +42,10 @@ def test_five_numpy_arrays_are_diagnosed_in_one_command(root: Path, tmp_path: Pa
     assert "diagnostics of x" in done.stdout and "log\u2081\u2080 \u03ba, query raw" in done.stdout
 
 
-def test_distractor_kinds_are_pools_of_their_own(root: Path, tmp_path: Path, tiny_data: Path, tiny_model: Path) -> None:
+def test_distractor_kinds_are_pools_of_their_own(tmp_path: Path, tiny_data: Path, tiny_model: Path) -> None:
     kinds = ("blank", "shuffled", "boilerplate", "shuffled-words")
-    done = run(
-        root, "diagnose.py", "--model", tiny_model, "--data", tiny_data, "--workers", 0, "--no-fisher",
+    done = run_script(
+        "diagnose.py", "--model", tiny_model, "--data", tiny_data, "--workers", 0, "--no-fisher",
         "--distractors", *kinds, "--output", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -81,29 +76,27 @@ def test_distractor_kinds_are_pools_of_their_own(root: Path, tmp_path: Path, tin
     ],
 )
 def test_embeddings_that_cannot_be_evaluated_are_one_line(
-    root: Path, tmp_path: Path, changes: dict[str, object], says: str
+    tmp_path: Path, changes: dict[str, object], says: str
 ) -> None:
-    done = run(root, "diagnose.py", "--embeddings", write(tmp_path / "x.npz", **changes), "--output", tmp_path / "o")
+    done = run_script("diagnose.py", "--embeddings", write(tmp_path / "x.npz", **changes), "--output", tmp_path / "o")
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert "x.npz" in done.stderr
 
 
-def test_a_bank_that_is_the_evaluation_set_is_one_line(
-    root: Path, tmp_path: Path, tiny_data: Path, tiny_model: Path
-) -> None:
+def test_a_bank_that_is_the_evaluation_set_is_one_line(tmp_path: Path, tiny_data: Path, tiny_model: Path) -> None:
     file = write(tmp_path / "x.npz")
     model = ("--model", tiny_model, "--data", tiny_data, "--output", tmp_path / "o")
     for args in (
         ("--embeddings", file, "--bank", file),
         (*model, "--bank", tiny_data, "--bank-split", "test"),
     ):
-        done = run(root, "evaluate.py", *args)
+        done = run_script("evaluate.py", *args)
         assert done.returncode == 2 and "--bank transductive" in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_wrong_flags_are_found_before_anything_is_read(root: Path) -> None:
+def test_wrong_flags_are_found_before_anything_is_read() -> None:
     for args, says in (
         (("--model", "ViT-B-32", "--distractors", "blnk"), "blnk"),
         (("--embeddings", "x.npz", "--distractors", "blank"), "with --distractors"),
@@ -114,16 +107,16 @@ def test_wrong_flags_are_found_before_anything_is_read(root: Path) -> None:
         (("--compare", "x", "--plot", "x.foo"), "--plot 'x.foo'"),
         ((), "--embeddings"),
     ):
-        done = run(root, "evaluate.py", *args)
+        done = run_script("evaluate.py", *args)
         assert done.returncode == 2 and says in done.stderr, done.stderr
 
 
-def test_a_k_above_the_candidates_takes_all_of_them_and_says_so(root: Path, tmp_path: Path) -> None:
+def test_a_k_above_the_candidates_takes_all_of_them_and_says_so(tmp_path: Path) -> None:
     few = {
         "image": np.eye(3, dtype="f4"), "text": np.eye(3, dtype="f4"), "image_ids": np.array(["a", "b", "c"]),
         "text_ids": np.array(["1", "2", "3"]), "text_image_ids": np.array(["a", "b", "c"]),
     }  # fmt: skip
-    done = run(root, "evaluate.py", "--embeddings", write(tmp_path / "x.npz", **few), "--output", tmp_path / "o")
+    done = run_script("evaluate.py", "--embeddings", write(tmp_path / "x.npz", **few), "--output", tmp_path / "o")
     assert done.returncode == 0, done.stderr
     assert "i2t has 3 candidates: success@5" in done.stdout and "3 images ask; intervals over so few" in done.stdout
     numbers = json.loads((tmp_path / "o" / "results.json").read_text())["retrieval"]["i2t"]["native"]
@@ -131,14 +124,14 @@ def test_a_k_above_the_candidates_takes_all_of_them_and_says_so(root: Path, tmp_
 
 
 def test_random_weights_are_told_on_the_screen_and_in_the_results(
-    root: Path, tmp_path: Path, tiny_data: Path, tiny_model: Path
+    tmp_path: Path, tiny_data: Path, tiny_model: Path
 ) -> None:
-    done = run(root, "evaluate.py", "--model", tiny_model, "--data", tiny_data, "--output", tmp_path, "--no-report")
+    done = run_script("evaluate.py", "--model", tiny_model, "--data", tiny_data, "--output", tmp_path)
     assert done.returncode == 0 and "random weights, and what it answers is chance" in done.stderr
     assert json.loads((tmp_path / "results.json").read_text())["weights"] == "random"
 
 
-def test_evidence_in_a_file_corrects_as_its_bank_does(root: Path, tmp_path: Path, tiny_data: Path) -> None:
+def test_evidence_in_a_file_corrects_as_its_bank_does(tmp_path: Path, tiny_data: Path) -> None:
     from tests.tiny import make_model, run_script
 
     model = make_model(tmp_path)
@@ -150,13 +143,13 @@ def test_evidence_in_a_file_corrects_as_its_bank_does(root: Path, tmp_path: Path
     found = {}
     for bank in (tiny_data, "transductive"):
         file = tmp_path / "x.safetensors"
-        made = run(root, "embed.py", "--model", tmp_path / "x", "--data", tiny_data, "--bank", bank, "--output", file)
+        made = run_script("embed.py", "--model", tmp_path / "x", "--data", tiny_data, "--bank", bank, "--output", file)
         assert made.returncode == 0, made.stderr
         for name, flags in (
             ("file", ("--embeddings", file)),
             ("live", ("--model", tmp_path / "x", "--data", tiny_data, "--bank", bank)),
         ):
-            done = run(root, "evaluate.py", *flags, "--output", tmp_path / name, "--no-report")
+            done = run_script("evaluate.py", *flags, "--output", tmp_path / name)
             assert done.returncode == 0, done.stderr
             results = json.loads((tmp_path / name / "results.json").read_text())
             found[name] = results["retrieval"]["t2i"]["corrected"]

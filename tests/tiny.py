@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from mmclip.scenes import SceneSizes, build_scenes
+from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = {
@@ -33,15 +33,7 @@ def run_script(
     name: str, *arguments: object, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A script as a user starts it, on one thread; without its page, which takes seconds, unless --report is given."""
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    command = [str(ROOT / "scripts" / name), *map(str, arguments)]
     if name in ("train_clip.py", "evaluate.py", "diagnose.py") and "--report" not in command:
         command.append("--no-report")
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    return run_warm(command, ROOT, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout)
