@@ -43,6 +43,7 @@ from harness import (
     Parser,
     count,
     cuda_name,
+    exit_code,
     machine,
     measured,
     medians,
@@ -202,8 +203,9 @@ def rate(spec: Json) -> Json:
 
 def agree(base: Json, losses: list[str], norms: list[str]) -> bool:
     spec = {**base, "kind": "agreement", "losses": losses, "norms": norms}
-    found = measured(__file__, {**spec, "batch": CONTROL_ROWS, "dim": CONTROL_DIM})
-    assert found is not None
+    found = measured(__file__, {**spec, "batch": CONTROL_ROWS, "dim": CONTROL_DIM}, "the plain form")
+    if found is None:
+        return False
     good = bool(found["worst"] <= AGREE)
     print(
         f"{found['compared']} values and gradients against the plain form in float64, B = {CONTROL_ROWS}: at most "
@@ -250,7 +252,7 @@ def ratios(batch: int, of: dict[str, Json]) -> list[str]:
 
 
 def step_of(spec: Json, name: str) -> Json | None:
-    return measured(__file__, {**spec, "kind": "step", "name": name})
+    return measured(__file__, {**spec, "kind": "step", "name": name}, name)
 
 
 def compete(args: argparse.Namespace, device: str) -> int:
@@ -264,7 +266,7 @@ def compete(args: argparse.Namespace, device: str) -> int:
     for batch in args.batch_sizes:
         print(f"\nB = {batch:,}", flush=True)
         found = take_turns(names, args.rounds, partial(step_of, {**base, "batch": batch}))
-        speed = measured(__file__, {**base, "batch": batch, "kind": "rate"})
+        speed = measured(__file__, {**base, "batch": batch, "kind": "rate"}, "a matrix product")
         of = {name: medians(rounds) for name, rounds in found.items()}
         print(f"medians of {args.rounds}:")
         for name, now in of.items():
@@ -282,10 +284,10 @@ def compete(args: argparse.Namespace, device: str) -> int:
                 f"{of[OURS][what] / (4 * least):.2f} times 8 B^2 D"
             )
         last += ratios(batch, of)
-    if args.csv:
+    if args.csv and table:
         write_csv(args.csv, about, table)
     print("\n" + "\n".join(last))
-    return 0 if good else 1
+    return exit_code(good)
 
 
 def main() -> int:
