@@ -21,6 +21,7 @@ from typing import Any
 import loss
 import retrieval
 from harness import Json, Parser, count, exit_code, machine, medians, read_csv, refuse, take_turns, write_csv
+from loss_step import THEIRS
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
 LABELS = {"loss": ("B", "pairs in a batch, B"), "retrieval": ("N", "images, N, with five captions each")}
@@ -105,7 +106,7 @@ def main() -> int:
     for what in wanted:
         if not args.draw:
             if what == "loss":
-                drawn = curve(args, what, args.batch_sizes, loss.THEIRS, loss_at)
+                drawn = curve(args, what, args.batch_sizes, THEIRS, loss_at)
             else:
                 drawn = curve(args, what, args.images, "clip-benchmark", retrieval_at)
             if not drawn:

@@ -87,7 +87,7 @@ def count(spec: Json) -> Json:
     import torch
     import torch.distributed as dist
     import torch.distributed.nn
-    from loss import SCALE, features
+    from loss_step import SCALE, features
     from open_clip.loss import ClipLoss
 
     from mmclip.losses import clip_loss
