@@ -35,6 +35,7 @@ from harness import (
     Json,
     Parser,
     count,
+    exit_code,
     machine,
     measured,
     medians,
@@ -216,7 +217,7 @@ def measure(spec: Json) -> Json:
 
 
 def form_of(spec: Json, form: str) -> Json | None:
-    return measured(__file__, {**spec, "form": form})
+    return measured(__file__, {**spec, "form": form}, form)
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -237,8 +238,9 @@ def compare(args: argparse.Namespace) -> int:
             for form, now in of.items():
                 print(row(form, now))
                 table.append({"measure": name, "N": size, "form": form, **now})
-            cpu.append((size, of["mmclip"]["cpu"]))
-            if "dense" in of:
+            if "mmclip" in of:
+                cpu.append((size, of["mmclip"]["cpu"]))
+            if set(of) == set(FORMS):
                 a, b = (found[form][0]["values"] for form in FORMS)
                 apart = max(abs(u - v) / abs(v) for u, v in zip(a, b, strict=True))
                 good &= apart <= tolerance
@@ -253,10 +255,10 @@ def compare(args: argparse.Namespace) -> int:
             (n1, t1), (n2, t2) = cpu[-2:]
             grows = f"; growth N^{math.log(t2 / t1) / math.log(n2 / n1):.1f} from {n1:,} to {n2:,}"
         last.append(f"{name}: {ratio}{grows}")
-    if args.csv:
+    if args.csv and table:
         write_csv(args.csv, about, table)
     print("\n" + "\n".join(last))
-    return 0 if good else 1
+    return exit_code(good)
 
 
 def main() -> int:

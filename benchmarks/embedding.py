@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side as m
-from harness import Parser, count, machine, write_csv
+from harness import Parser, count, exit_code, machine, write_csv
 
 CONTESTANTS = ("ours", "open_clip")
 SIDES = ("image", "text")
@@ -168,15 +168,20 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
     for turn in range(args.rounds):
         for name in CONTESTANTS if turn % 2 == 0 else reversed(CONTESTANTS):
             mine = {**told, "contestant": name, "output": str(folder / f"{name}.safetensors")}
-            new = m.in_a_process(str(Path(__file__)), sys.executable, mine, args.threads)
+            new = m.in_a_process(str(Path(__file__)), sys.executable, mine, args.threads) if name in found else None
+            if new is None:
+                found.pop(name, None)
+                continue
             found[name].append(new)
             rows.append({"contestant": name, "round": turn, **new})
             print(row(name, data, new), flush=True)
-    if args.csv:
+    if args.csv and rows:
         write_csv(args.csv, about, rows)
-    medians = {name: dict(zip(MEASURED, m.medians(found[name], MEASURED), strict=True)) for name in CONTESTANTS}
-    for name in CONTESTANTS:
+    medians = {name: dict(zip(MEASURED, m.medians(found[name], MEASURED), strict=True)) for name in found}
+    for name in found:
         print(row(f"{name}, median of {args.rounds}", data, medians[name]))
+    if len(found) < len(CONTESTANTS):
+        return exit_code(False)
     vectors = [load_file(folder / f"{name}.safetensors") for name in CONTESTANTS]
     agree = True
     for side in SIDES:

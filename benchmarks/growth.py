@@ -20,7 +20,8 @@ from typing import Any
 
 import loss
 import retrieval
-from harness import Json, Parser, count, machine, medians, read_csv, refuse, take_turns, write_csv
+from harness import Json, Parser, count, exit_code, machine, medians, read_csv, refuse, take_turns, write_csv
+from loss_step import THEIRS
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
 LABELS = {"loss": ("B", "pairs in a batch, B"), "retrieval": ("N", "images, N, with five captions each")}
@@ -51,15 +52,17 @@ def retrieval_at(args: argparse.Namespace, images: int, name: str) -> Json | Non
 
 def curve(
     args: argparse.Namespace, what: str, sizes: list[int], rival: str, at: Callable[[argparse.Namespace, int, str], Any]
-) -> None:
-    """Measure both contestants at each size, and write the points."""
+) -> bool:
+    """Measure both contestants at each size, and write the points. Whether there are any."""
     unit, table = LABELS[what][0], list[Json]()
     for size in sizes:
         print(f"\n{what}, {unit} = {size:,}", flush=True)
         found = take_turns(("mmclip", rival), args.rounds, partial(at, args, size))
         table += [{unit: size, "contestant": name, **medians(rounds)} for name, rounds in found.items()]
     about = f"{machine(args.threads)}, float32, D = {args.dim}, median of {args.rounds}"
-    write_csv(args.folder / f"{what}_growth.csv", about, table)
+    if table:
+        write_csv(args.folder / f"{what}_growth.csv", about, table)
+    return bool(table)
 
 
 def draw(what: str, folder: Path) -> None:
@@ -103,12 +106,14 @@ def main() -> int:
     for what in wanted:
         if not args.draw:
             if what == "loss":
-                curve(args, what, args.batch_sizes, loss.THEIRS, loss_at)
+                drawn = curve(args, what, args.batch_sizes, THEIRS, loss_at)
             else:
-                curve(args, what, args.images, "clip-benchmark", retrieval_at)
+                drawn = curve(args, what, args.images, "clip-benchmark", retrieval_at)
+            if not drawn:
+                continue
         draw(what, args.folder)
         print(f"{args.folder / f'{what}_growth.png'}")
-    return 0
+    return exit_code(True)
 
 
 if __name__ == "__main__":

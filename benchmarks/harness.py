@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 Json = dict[str, Any]
 MEASURED = ("seconds", "cpu", "mib")
 MIB = 2**20
+FAILED: list[str] = []  # what failed in this run, as it was told
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,19 +95,48 @@ def machine(threads: int, device: str = "cpu") -> str:
 def cuda_name() -> str | None:
     """The name of the first CUDA device, asked in a process of its own; None without one."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
     return done.stdout.strip() or None
 
 
-def measured(script: str | Path, spec: Json) -> Json | None:
-    """What a process of its own finds; None where it does not fit into memory (it is killed, or says so)."""
-    command = [sys.executable, str(script), "--measure", json.dumps(spec)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == -9:
+def failed(name: str, code: int, errors: str = "") -> None:
+    """Tell in a line that the process of a contestant failed and why: by its last line of ``errors``, which are shown
+    before, or by its exit code. Other contestants go on; :func:`exit_code` knows of it."""
+    sys.stderr.write(errors)
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    why = f"ended by {signal.Signals(-code).name}" if code < 0 else lines[-1] if lines else f"exit code {code}"
+    FAILED.append(f"{name}: failed: {why}")
+    print(FAILED[-1], flush=True)
+
+
+def exit_code(good: bool) -> int:
+    """0 for a benchmark whose numbers agree and whose contestants all came to an end, else 1, each failure told again,
+    where the numbers end."""
+    for told in FAILED:
+        print(f"error: {told}", file=sys.stderr)
+    return 0 if good and not FAILED else 1
+
+
+def answer(done: subprocess.CompletedProcess[str], name: str) -> Json | None:
+    """The last line of a process's stdout, a JSON object or null; None, told, where it failed."""
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines or not lines[-1].startswith(("{", "null")):
+        failed(name, done.returncode, done.stderr or "")
         return None
-    if done.returncode:
-        sys.exit(f"error: measuring {spec} failed with exit code {done.returncode}")
-    found: Json | None = json.loads(done.stdout.splitlines()[-1])
+    sys.stderr.write(done.stderr or "")
+    found: Json | None = json.loads(lines[-1])
+    return found
+
+
+def measured(script: str | Path, spec: Json, name: str) -> Json | None:
+    """What a process of its own finds; None where it fails or does not fit into memory (it is killed, or says so),
+    which is told in a line under ``name``."""
+    command = [sys.executable, str(script), "--measure", json.dumps(spec)]
+    errors = None if spec.get("bar") else subprocess.PIPE  # a bar needs the terminal
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
+    found = None if done.returncode == -9 else answer(done, name)
+    if done.returncode == -9 or (not done.returncode and done.stdout.endswith("null\n")):
+        print(f"{name}: does not fit into memory", flush=True)
     return found
 
 
@@ -114,14 +145,13 @@ def take_turns(
 ) -> dict[str, list[Json]]:
     """``rounds`` measurements of each name, in turns, so that a busy machine slows all; each is printed.
 
-    What does not fit is told in a line, asked no more, and left out of the result.
+    What fails or does not fit, which ``measure`` tells, is asked no more and left out of the result.
     """
     found: dict[str, list[Json]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in [n for n in names if n in found]:
             now = measure(name)
             if now is None:
-                print(f"{name}: does not fit into memory", flush=True)
                 del found[name]
                 continue
             found[name].append(now)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from harness import Json
-from loss import features
+from loss_step import features
 
 from mmclip.losses import Positives, clip_loss, contrastive_loss
 from mmclip.similarity import RoleSimilarity

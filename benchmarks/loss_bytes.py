@@ -15,11 +15,13 @@ get float32 features of B / W rows a process and no ids. Not counted: the towers
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import MIB, Json, machine, write_csv
+from harness import MIB, Json, answer, exit_code, machine, write_csv
 
 LOSS = Path(__file__).with_name("loss.py")
 
@@ -85,7 +87,7 @@ def count(spec: Json) -> Json:
     import torch
     import torch.distributed as dist
     import torch.distributed.nn
-    from loss import SCALE, features
+    from loss_step import SCALE, features
     from open_clip.loss import ClipLoss
 
     from mmclip.losses import clip_loss
@@ -116,17 +118,30 @@ def count(spec: Json) -> Json:
     return found
 
 
-def together(args: argparse.Namespace, batch: int, ranks: int) -> list[Json]:
-    """What each of ``ranks`` processes counts."""
+def together(args: argparse.Namespace, batch: int, ranks: int) -> list[Json] | None:
+    """What each of ``ranks`` processes counts; none of it, told, where one of them fails, which ends the others."""
     with tempfile.TemporaryDirectory(prefix="mmclip-ranks-") as folder:
         spec = {"kind": "bytes", "ranks": ranks, "batch": batch, "dim": args.dim, "threads": args.threads,
                 "losses": args.losses, "norms": args.norms, "meet": Path(folder, "meet").as_uri()}  # fmt: skip
         commands = [[sys.executable, str(LOSS), "--measure", json.dumps({**spec, "rank": r})] for r in range(ranks)]
-        processes = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
-        told = [p.communicate()[0] for p in processes]
-    if any(p.returncode for p in processes):
-        sys.exit(f"error: {ranks} processes ended with exit codes {[p.returncode for p in processes]}")
-    return [json.loads(text.splitlines()[-1]) for text in told]
+        with contextlib.ExitStack() as stack:
+            files = [[stack.enter_context(open(Path(folder, f"{r}.{name}"), "w", encoding="utf-8"))
+                      for name in ("out", "err")] for r in range(ranks)]  # fmt: skip
+            processes = [subprocess.Popen(c, stdout=f[0], stderr=f[1]) for c, f in zip(commands, files, strict=True)]
+            while None in (codes := [p.poll() for p in processes]) and not any(codes):
+                time.sleep(0.05)
+            time.sleep(0.5 * any(codes))  # the others may know more
+            codes = [p.poll() for p in processes]
+            first = next((r for r, code in enumerate(codes) if code), 0)
+            for process in processes:
+                process.kill()
+                process.wait()
+            texts = [[Path(f.name).read_text(encoding="utf-8") for f in pair] for pair in files]
+    done = [subprocess.CompletedProcess[str]("", p.returncode, *t) for p, t in zip(processes, texts, strict=True)]
+    if codes[first]:
+        answer(done[first], f"process {first} of {ranks}")
+        return None
+    return [found for r, d in enumerate(done) if (found := answer(d, f"process {r} of {ranks}"))]
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -138,6 +153,8 @@ def compare(args: argparse.Namespace) -> int:
         for batch in args.batch_sizes:
             batch -= batch % ranks  # ClipLoss's labels and gathers need equal shares
             found = together(args, batch, ranks)
+            if not found:
+                continue
             print(f"\n{ranks} processes, B = {batch:,} in all; sent by the one that sends most")
             most = {name: max((f[name] for f in found), key=lambda by: sum(by.values())) for name in found[0]}
             for name, by in most.items():
@@ -149,7 +166,7 @@ def compare(args: argparse.Namespace) -> int:
                 table[-1]["of ClipLoss's"] = share
                 if name != "ClipLoss":
                     last.append(f"{ranks} processes, B = {batch:,}, {name}: {share:.3f} of the bytes of ClipLoss")
-    if args.csv:
+    if args.csv and table:
         write_csv(args.csv, about, table)
     print("\n" + "\n".join(last))
-    return 0
+    return exit_code(True)

@@ -32,6 +32,7 @@ from harness import (
     Json,
     Parser,
     count,
+    exit_code,
     machine,
     measured,
     medians,
@@ -156,7 +157,9 @@ def measure_clip_benchmark(args: argparse.Namespace) -> Json:
 def told(args: argparse.Namespace, contestant: str, bar: bool = False) -> Json | None:
     """What a process of its own finds; None where it does not fit into memory."""
     names = ("images", "captions", "dim", "noise", "k", "threads", "block_bytes", "lists")
-    return measured(__file__, {**{n: getattr(args, n) for n in names}, "contestant": contestant, "bar": bar})
+    return measured(
+        __file__, {**{n: getattr(args, n) for n in names}, "contestant": contestant, "bar": bar}, contestant
+    )
 
 
 def compete(args: argparse.Namespace) -> int:
@@ -166,8 +169,11 @@ def compete(args: argparse.Namespace) -> int:
     print(f"{args.images} images x {n_texts} captions; {about}")
     print("mmclip: four scorings, both directions; clip-benchmark: cosine, both directions", flush=True)
     found = take_turns(CONTESTANTS, args.rounds, lambda name: told(args, name))
+    of = {name: medians(rounds) for name, rounds in found.items()}
     if set(found) != set(CONTESTANTS):
-        return 1
+        for name, now in of.items():
+            print(row(f"{name}, median of {args.rounds}", now))
+        return exit_code(False)
     ours, theirs = (found[name][0] for name in CONTESTANTS)
     agree = True
     for direction, n in (("i2t", args.images), ("t2i", n_texts)):
@@ -176,7 +182,6 @@ def compete(args: argparse.Namespace) -> int:
         worst = max(abs(x - y) for x, y in zip(a, b, strict=True))
         agree &= worst <= tied
         print(f"success {direction}, mmclip | clip-benchmark: {rates}; differ in {worst} of {n} queries, {tied} tied")
-    of = {name: medians(found[name]) for name in CONTESTANTS}
     for name, now in of.items():
         print(row(f"{name}, median of {args.rounds}", now))
     if args.csv:
@@ -197,7 +202,7 @@ def large(args: argparse.Namespace) -> int:
         print(f"{now.images} images x {now.images * now.captions} captions, D = {now.dim}, {now.threads} thread(s)")
         found = told(now, "mmclip", bar=True)
         if found is None:
-            sys.exit("error: mmclip does not fit into memory")
+            return exit_code(False)
         print(row("mmclip", found), flush=True)
         points.append((rows, found))
     (n1, small), (n2, big) = points

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import count, refuse
+from harness import answer, count, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,8 +144,9 @@ def write_model(model: str, folder: Path) -> Json:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def in_a_process(script: str, python: str, told: Json, threads: int) -> Json:
-    """What a process of its own finds: the last line of its stdout. Its log is shown where it fails."""
+def in_a_process(script: str, python: str, told: Json, threads: int) -> Json | None:
+    """What a process of its own finds: the last line of its stdout. None where it fails: its log is shown, and told
+    why in a line."""
     done = subprocess.run(
         [python, script, "--told", json.dumps(told)],
         capture_output=True,
@@ -155,12 +156,11 @@ def in_a_process(script: str, python: str, told: Json, threads: int) -> Json:
         env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
     )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
-        print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
-        sys.exit(f"error: measuring {told['contestant']} failed with exit code {done.returncode}")
-    found: Json = json.loads(lines[-1])
-    return found
+    if done.returncode:
+        print(done.stdout[-2000:], file=sys.stderr)
+    else:
+        done.stderr = ""  # its log
+    return answer(done, told["contestant"])
 
 
 def medians(found: Sequence[Json], names: Sequence[str]) -> list[float]:

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side as m
-from harness import Parser, count, machine, refuse, write_csv
+from harness import Parser, count, exit_code, machine, refuse, write_csv
 
 CONTESTANTS = ("ours", "open_clip_train")
 OPTIMIZER = {"lr": 5e-4, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-6, "grad-clip-norm": 1.0}
@@ -195,7 +195,7 @@ def measure(told: m.Json) -> m.Json:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def measured(args: argparse.Namespace, contestant: str, told: m.Json, python: str, check: bool) -> m.Json:
+def measured(args: argparse.Namespace, contestant: str, told: m.Json, python: str, check: bool) -> m.Json | None:
     with tempfile.TemporaryDirectory(dir=told["folder"]) as logs:
         mine = {**told, "contestant": contestant, "check": check, "logs": logs}
         return m.in_a_process(str(Path(__file__)), python, mine, args.threads)
@@ -219,14 +219,16 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
     one = m.export(args.data, args.split, "train", args.batch_size, folder / "one", 1, 1)
     pythons = {"ours": sys.executable, "open_clip_train": make_venv(args.venv)}
 
-    agree = {}
+    agree: dict[str, list[float]] = {}
     for name in CONTESTANTS:
         # one step more, since the line of the step at which a process leaves is not written any more
         told = {**model, **one, **settings, "workers": 1, "warmup": 1, "steps": CHECKED_STEPS}
-        agree[name] = measured(args, name, told | {"epochs": CHECKED_STEPS + 1}, pythons[name], True)["losses"]
+        checked = measured(args, name, told | {"epochs": CHECKED_STEPS + 1}, pythons[name], True)
+        if checked is None:
+            continue
+        agree[name] = checked["losses"]
         losses = ", ".join(f"{loss:.6f}" for loss in agree[name][:CHECKED_STEPS])
         print(f"{name:16} losses of {CHECKED_STEPS} steps over one batch: {losses}", flush=True)
-    apart = abs(agree["ours"][0] - agree["open_clip_train"][0])
 
     epoch = data["images"] // args.batch_size
     told = {**model, **data, **settings, "workers": args.workers, "warmup": args.warmup, "steps": args.steps}
@@ -235,11 +237,14 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
         f"{args.model}, {data['images']} images of {args.data} as {args.layout}, {epoch} steps an epoch, "
         f"batch {args.batch_size}, {args.workers} worker(s), {args.precision}, {args.steps} steps after {args.warmup}"
     )
-    found: dict[str, list[m.Json]] = {name: [] for name in CONTESTANTS}
+    found: dict[str, list[m.Json]] = {name: [] for name in agree}
     rows = []
     for turn in range(args.rounds):
         for name in CONTESTANTS if turn % 2 == 0 else reversed(CONTESTANTS):
-            new = measured(args, name, told, pythons[name], False)
+            new = measured(args, name, told, pythons[name], False) if name in found else None
+            if new is None:
+                found.pop(name, None)
+                continue
             if not found[name]:
                 print(f"{name}: {' '.join(new['flags'])}")
             found[name].append(new)
@@ -247,11 +252,14 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
                 {"contestant": name, "round": turn} | {n: new[n] for n in ("samples_per_second", "cpu_per_step")}
             )
             print(row(name, new["samples_per_second"], new["cpu_per_step"]), flush=True)
-    if args.csv:
+    if args.csv and rows:
         write_csv(args.csv, about, rows)
-    medians = {name: m.medians(found[name], ("samples_per_second", "cpu_per_step")) for name in CONTESTANTS}
-    for name in CONTESTANTS:
+    medians = {name: m.medians(found[name], ("samples_per_second", "cpu_per_step")) for name in found}
+    for name in found:
         print(row(f"{name}, median of {args.rounds}", *medians[name]))
+    if len(found) < len(CONTESTANTS):
+        return exit_code(False)
+    apart = abs(agree["ours"][0] - agree["open_clip_train"][0])
     print(f"first losses {apart:.1e} apart: " + ("the same work" if apart <= AGREE else "NOT THE SAME WORK"))
     (samples, cpu), (their_samples, their_cpu) = medians.values()
     print(f"ratio: ours {samples / their_samples:.2f} times open_clip_train's ({their_cpu / cpu:.2f} by CPU time)")

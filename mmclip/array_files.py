@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 from mmclip.files import write_atomically
 from mmclip.model_names import finite
 
@@ -47,9 +47,7 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
     except UsageError:
         raise
     except Exception as error:  # damaged content makes numpy, zipfile, zlib and safetensors raise nearly anything
-        raise UsageError(
-            f"{one_line(path)}: not readable as {path.suffix}: {one_line(error) or type(error).__name__}"
-        ) from None
+        raise UsageError(f"{one_line(path)}: not readable as {path.suffix}: {reason(error)}") from None
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmclip.build import Model
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 from mmclip.files import megabytes, remove_partials, require_space, write_atomically, write_text_atomically
 from mmclip.resume import FORMAT
 
@@ -105,7 +105,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # pickle, zip and file errors of every kind mean the same to the user
         others = ", ".join(sorted(p.name for p in path.parent.glob("step_*.pt") if p != path))
         hint = f"; beside it are {others}: give --resume the path of one" if others else ""
-        raise UsageError(f"{path}: not a checkpoint that can be read safely: {one_line(error, 200)}{hint}") from None
+        raise UsageError(f"{path}: not a checkpoint that can be read safely: {reason(error, 200)}{hint}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UsageError(f"{path}: not an mmclip training checkpoint (model weights go to --pretrained)")
     return state

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 
 MAX_CONFIG_BYTES = 100_000  # PyYAML takes two seconds for so many; ours have one or two kilobytes
 STUDY = "study_"  # what the names of study files begin with
@@ -88,7 +88,8 @@ def name_value_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UsageError(f"{path}: not readable as YAML: {one_line(error.problem or error.context)}{where}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: not readable as YAML: {str(error).partition(chr(10))[0]}") from None
+        first_line = reason(error).partition("\\n")[0]
+        raise UsageError(f"{path}: not readable as YAML: {first_line}") from None
     except RecursionError:
         raise UsageError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
     if not isinstance(root, yaml.MappingNode):

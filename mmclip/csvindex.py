@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmclip.config_files import nearest
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 from mmclip.image_text import BadSample, ImageTextData, picture_size
 from mmclip.tarindex import MAX_CAPTION_BYTES
 
@@ -100,7 +100,7 @@ def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterato
     except (csv.Error, OSError, ValueError, TypeError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path}: not readable as CSV: {one_line(error)}") from None
+        raise UsageError(f"{path}: not readable as CSV: {reason(error)}") from None
     finally:
         csv.field_size_limit(limit)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmclip.build import Model
 from mmclip.errors import UsageError, one_line
-from mmclip.image_text import ImageTextData
+from mmclip.image_text import ImageTextData, named
 from mmclip.reading import iterate_images, iterate_texts
 from mmclip.runlog import progress_bar
 
@@ -59,7 +59,7 @@ class Runner:
             task = bar.add_task(label, total=len(rows), note="")
             for batch_rows, images, failed in iterate_images(data, transform, self.batch_size, self.workers, rows):
                 for row, sample in failed:
-                    bad[row] = f"{sample.where}: {sample.reason}"
+                    bad[row] = sample.why
                 if images is not None:
                     with self.autocast():
                         features = encode(images.to(self.device, non_blocking=True)).float().cpu()
@@ -69,8 +69,8 @@ class Runner:
                 bar.advance(task, len(batch_rows) + len(failed))
         self._say(f"{label}: {len(rows)} done")
         if out is None:
-            first = next((f"{data.keys[row]} in {why}" for row, why in bad.items()), "the split is empty")
-            raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: {one_line(first)}")
+            first = next((named(data.keys[row], why, 80, 300) for row, why in bad.items()), "the split is empty")
+            raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: {first}")
         return out, bad
 
     @torch.no_grad()

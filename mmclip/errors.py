@@ -31,6 +31,18 @@ def one_line(text: object, limit: int = 300) -> str:
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
+def reason(error: Exception, limit: int = 300) -> str:
+    """What an error says, on one line, to stand behind a path: an OSError's own message names that path again.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "a.png"))
+    'No such file or directory'
+    >>> reason(AssertionError())
+    'AssertionError'
+    """
+    told = error.strerror if isinstance(error, OSError) else None
+    return one_line(told or str(error) or type(error).__name__, limit)
+
+
 def require(settings: Any, names: Iterable[str], valid: str, ok: Callable[[Any], bool]) -> None:
     """Numbers that are not given are right. Errors: UsageError naming the flag, what it was given and what is valid."""
     for name in names:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmclip.errors import UsageError, one_line
+from mmclip.image_text import named
 
 
 def not_finite(facts: Mapping[str, Any], known: Path, kept: bool) -> UsageError:
@@ -31,8 +32,8 @@ def out_of_memory(step: int, batch_size: int, error: Exception) -> UsageError:
 
 
 def no_pictures(steps: int, step: int, skipped: Mapping[str, str]) -> UsageError:
-    key, why = next(iter(reversed(list(skipped.items()))), ("one", "on another process"))
+    last = named(*list(skipped.items())[-1], 80) if skipped else "one on another process"
     return UsageError(
-        f"step {step}: no picture could be read in {steps} steps in a row; last: {one_line(key, 80)} in "
-        f"{one_line(why, 160)}. The state before them is kept: once the data are back, continue with --resume latest"
+        f"step {step}: no picture could be read in {steps} steps in a row; last: {last}. "
+        "The state before them is kept: once the data are back, continue with --resume latest"
     )

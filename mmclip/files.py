@@ -14,7 +14,7 @@ from typing import TextIO
 
 from safetensors import SafetensorError
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, reason
 
 MARGIN = 16_000_000  # bytes left for logs and results beside what is asked for
 
@@ -35,10 +35,8 @@ def write_atomically(path: Path, write: Callable[[Path], object], advice: str = 
         _flush(path.parent)  # the new name, too, must outlive a power cut
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have kinds of their own
         _remove(partial)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error, 120)
-        raise UsageError(
-            f"{path}: cannot be written: {reason} ({megabytes(free_bytes(path.parent))} free there): {advice}"
-        ) from None
+        free = megabytes(free_bytes(path.parent))
+        raise UsageError(f"{path}: cannot be written: {reason(error, 120)} ({free} free there): {advice}") from None
 
 
 def write_text_atomically(path: Path, text: str) -> None:

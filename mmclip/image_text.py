@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mmclip.errors import one_line
+from mmclip.errors import one_line, reason
 
 MAX_PIXELS = 100_000_000  # a larger picture is a fault, or an attack
 MAX_BYTES = 256_000_000  # the same, before anything is read
@@ -38,8 +38,23 @@ class BadSample(Exception):
         super().__init__(key, where, reason)  # all three, so that it can cross a process boundary
         self.key, self.where, self.reason = key, where, reason
 
+    @property
+    def why(self) -> str:
+        return f"{self.where}: {self.reason}"
+
     def __str__(self) -> str:
-        return f"{one_line(self.key, 80)} in {one_line(self.where, 160)}: {one_line(self.reason, 160)}"
+        return named(self.key, f"{one_line(self.where, 160)}: {one_line(self.reason, 160)}", 80, 330)
+
+
+def named(key: str, why: str, key_limit: int = 60, why_limit: int = 160) -> str:
+    """'KEY in FILE: REASON' of a bad sample, ``why`` being 'FILE: REASON'. A key that is the file's own path, as in a
+    CSV, is not named again.
+
+    >>> named("0007", "train/0.tar: an empty picture"), named("dog.png", "photos/dog.png: an empty picture")
+    ('0007 in train/0.tar: an empty picture', 'photos/dog.png: an empty picture')
+    """
+    again = f"/{key}: " in f"/{why}"
+    return one_line(why, why_limit) if again else f"{one_line(key, key_limit)} in {one_line(why, why_limit)}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +142,7 @@ class ImageTextData:
                 self.keys[row], path, f"not a readable picture of a known kind ({', '.join(FORMATS)})"
             ) from None
         except Exception as error:  # damaged content makes decoders raise nearly anything
-            raise BadSample(self.keys[row], path, str(error) or type(error).__name__) from None
+            raise BadSample(self.keys[row], path, reason(error)) from None
 
     def subset(self, rows: Sequence[int]) -> ImageTextData:
         """The data of some rows, in their order."""

@@ -22,11 +22,12 @@ class Cut(BaseException):
 class Interrupts:
     """While it is open, the first SIGTERM or SIGINT only sets ``signum``; a second one acts as if nobody listened.
 
-    Outside the main thread Python delivers no signals, and this does nothing.
+    ``then``: what the run says that it does about it. Outside the main thread Python delivers no signals, and this does
+    nothing.
     """
 
-    def __init__(self) -> None:
-        self.signum = 0
+    def __init__(self, then: str = "saving, then leaving") -> None:
+        self.signum, self.then = 0, then
         self._cutting = False
         self._before: dict[int, Any] = {}
 
@@ -59,6 +60,6 @@ class Interrupts:
         self.signum = signum
         name = signal.Signals(signum).name
         # os.write: the interrupted code may be inside a print to the same stream, which is not reentrant
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{name}: saving, then leaving\n".encode())
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{name}: {self.then}\n".encode())
         if self._cutting:
             raise Cut

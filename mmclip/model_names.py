@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 
 _HERE = Path(__file__).resolve().parent
 CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"  # installed, or a checkout
@@ -207,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
         loaded = json.loads(content.decode("utf-8"), parse_float=finite, parse_constant=finite)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not readable as JSON: {one_line(error)}") from None
+        raise UsageError(f"{path}: not readable as JSON: {reason(error)}") from None
     except RecursionError:
         raise UsageError(f"{path}: not readable as JSON: nested too deep") from None
     if not isinstance(loaded, dict):

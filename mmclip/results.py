@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 from mmclip.files import write_atomically, write_text_atomically
 from mmclip.pools import MAIN_POOL
 
@@ -123,7 +123,7 @@ def load_results(path: str | Path) -> Results:
         with arrays.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             per_query = {name: file[name] for name in file.files}
     except Exception as error:  # damaged content makes numpy, zipfile and zlib raise nearly anything
-        kind = "" if isinstance(error, ValueError) else f": {one_line(error)}"  # numpy's advice there is to unpickle it
+        kind = "" if isinstance(error, ValueError) else f": {reason(error)}"  # numpy's advice there is to unpickle it
         raise UsageError(f"{one_line(arrays)} is not an array file that can be read safely{kind}") from None
     return Results(content, per_query, _items(document.parent / ITEMS_FILE))
 

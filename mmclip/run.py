@@ -129,10 +129,15 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
 
 
 def _benchmark(trainer: Trainer, steps: int) -> None:
-    """--benchmark: numbers on stdout; of the run's folder nothing is made."""
-    found = step_timing.measure(trainer, steps)
-    if trainer.rank == 0:
-        step_timing.show(found, trainer)
+    """--benchmark: numbers on stdout, after a signal those of the steps so far; of the run's folder nothing is made."""
+    found, signum = step_timing.measure(trainer, steps)
+    if trainer.rank == 0 and found:
+        step_timing.show(found, trainer, steps)
+    if signum:
+        if trainer.rank == 0:
+            done = f"with {found.steps}" if found else "before any"
+            print(f"stopped by {signal.Signals(signum).name} {done} of {steps} steps measured", file=sys.stderr)
+        raise SystemExit(128 + signum)
 
 
 def precision(settings: TrainSettings, device: torch.device) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from mmclip.errors import UsageError
 from mmclip.scene_pictures import draw_picture, png_bytes
 from mmclip.scene_truth import COLOURS, PLACES, SHAPES, SIZES, Scene, Thing
-from mmclip.scenes import GENERATOR_VERSION, VARIANTS, add_file, build_folder
+from mmclip.scenes import GENERATOR_VERSION, VARIANTS, add_file, build_folder, drawing
 
 CLASSES = "scenes-classes"
 CLASSES_VERSION = 1  # raised whenever the same seed would give other bytes
@@ -59,7 +59,9 @@ def _write(folder: Path, seed: int, pictures: int) -> None:
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (folder / "test").mkdir()
     (folder / "test" / "nshards.txt").write_text("1\n", encoding="utf-8")
-    with tarfile.open(folder / "test" / "0.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+    total = len(names) * len(SIZES) * len(PLACES) * pictures
+    shard = folder / "test" / "0.tar"
+    with drawing(CLASSES, total) as advance, tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
         for label, (colour, shape) in enumerate(product(COLOURS, SHAPES)):
             for i, (size, place, _) in enumerate(product(SIZES, PLACES, range(pictures))):
                 scene = Scene(place, (Thing(size, colour, shape),))
@@ -68,3 +70,4 @@ def _write(folder: Path, seed: int, pictures: int) -> None:
                 add_file(tar, f"{key}.json", json.dumps(scene.to_json()).encode())
                 add_file(tar, f"{key}.png", png_bytes(picture))
                 add_file(tar, f"{key}.cls", str(label).encode())
+                advance()

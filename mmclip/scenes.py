@@ -23,10 +23,12 @@ No scene of test or distractors occurs in train.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
+import sys
 import tarfile
 import tempfile
 import time
@@ -35,10 +37,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from mmclip.errors import UsageError
+from mmclip.runlog import progress_bar
 from mmclip.scene_pictures import draw_nothing, draw_picture, png_bytes
 from mmclip.scene_plan import Sample, plan_informative, plan_uninformative
 from mmclip.scene_truth import SceneTable
@@ -154,13 +155,22 @@ def _write_all(folder: Path, variant: str, seed: int, sizes: SceneSizes) -> None
     (folder / "dataset_type.txt").write_text("retrieval\n", encoding="utf-8")
     rng = np.random.default_rng([seed, VARIANTS.index(variant)])
     plan = plan_informative if variant == "scenes" else plan_uninformative
-    samples = plan(rng, sizes.train, sizes.test, sizes.distractors)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"Drawing {variant}", total=sum(map(len, samples.values())))
+    with drawing(variant, sum(asdict(sizes).values())) as advance:
+        samples = plan(rng, sizes.train, sizes.test, sizes.distractors)
         for number, split in enumerate(SPLITS):
             picture_seed = [seed, VARIANTS.index(variant), number]
-            _write_split(folder / split, samples[split], picture_seed, lambda: progress.advance(task))
+            _write_split(folder / split, samples[split], picture_seed, advance)
+
+
+@contextlib.contextmanager
+def drawing(name: str, pictures: int) -> Iterator[Callable[[], object]]:
+    """A bar of as many pictures, moved by what it yields; where there is no terminal for one, a line beforehand."""
+    label = f"drawing builtin:{name}"
+    if not sys.stderr.isatty():
+        print(f"{label}: {pictures:,} pictures, kept for later runs", file=sys.stderr, flush=True)
+    with progress_bar() as bar:
+        task = bar.add_task(label, total=pictures, note="")
+        yield lambda: bar.advance(task)
 
 
 def _write_split(folder: Path, samples: list[Sample], seed: list[int], advance: Callable[[], object]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mmclip.errors import UsageError, one_line
-from mmclip.image_text import BadSample
+from mmclip.errors import UsageError
+from mmclip.image_text import BadSample, named
 
 
 class Skipped:
@@ -22,7 +22,7 @@ class Skipped:
         lines = []
         for sample in samples:
             if sample.key not in self.why:
-                self.why[sample.key] = f"{sample.where}: {sample.reason}"
+                self.why[sample.key] = sample.why
                 lines.append(f"skipped {sample} ({len(self.why)} so far)")
         self._check()
         return lines
@@ -34,7 +34,7 @@ class Skipped:
 
 def told(skipped: Mapping[str, str]) -> str:
     """'3 samples cannot be used: …', naming the first five."""
-    first = "; ".join(f"{one_line(k, 60)} in {one_line(why, 160)}" for k, why in list(skipped.items())[:5])
+    first = "; ".join(named(k, why) for k, why in list(skipped.items())[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
     samples = "1 sample" if len(skipped) == 1 else f"{len(skipped)} samples"
     return f"{samples} cannot be used: {first}{more}"
@@ -47,5 +47,5 @@ def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
         key, n = sample.key, 2
         while key in found:
             key, n = f"{sample.key} ({n})", n + 1
-        found[key] = f"{sample.where}: {sample.reason}"
+        found[key] = sample.why
     return found

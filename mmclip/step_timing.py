@@ -5,6 +5,7 @@ The steps are the run's own (mmclip.step.Stepper on the run's batches). Nothing 
 
 from __future__ import annotations
 
+import itertools
 import resource
 import statistics
 import sys
@@ -21,7 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmclip import distributed, failures
 from mmclip.errors import UsageError
+from mmclip.interrupts import Interrupts
 from mmclip.loader import Batch
+from mmclip.reading import ReaderDied
 from mmclip.runlog import progress_bar
 from mmclip.step import NotFinite
 from mmclip.table_parts import column, make_console, new_table, row
@@ -35,8 +38,8 @@ SIZES = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the square matrices 
 @dataclass(frozen=True)
 class Measured:
     """steps: how many; samples: of all processes a step; seconds: of a step, the median; per_second: samples of all
-    steps by all of their time; parts [steps] of seconds by PARTS' names; flops: of the towers, forward and backward, of
-    a process's step; rate: FLOP/s that a matrix product reaches here; peak: bytes."""
+    steps by all of their time; parts [steps, or fewer after a signal] of seconds by PARTS' names; flops: of the towers,
+    forward and backward, of a process's step; rate: FLOP/s that a matrix product reaches here; peak: bytes."""
 
     steps: int
     samples: float
@@ -90,50 +93,70 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(trainer: Trainer, steps: int) -> Measured:
+def measure(trainer: Trainer, steps: int) -> tuple[Measured | None, int]:
     """Take WARMUP steps, ``steps`` untouched ones for the speed, and as many with the clock around their parts.
 
-    Errors: UsageError where a step cannot be taken.
+    Returns what was found, and 0 or the number of the signal that ended it after the step that it came in: then it is
+    of the steps so far, None before the first one. Errors: UsageError where a step cannot be taken.
     """
-    with progress_bar() as bar:
+    with progress_bar() as bar, Interrupts("leaving after this step, with what is measured") as interrupts:
         bar.disable = bar.disable or trainer.rank != 0
-        return _measure(trainer, steps, partial(bar.advance, bar.add_task("steps", total=WARMUP + 2 * steps, note="")))
+        advance = partial(bar.advance, bar.add_task("steps", total=WARMUP + 2 * steps, note=""))
+        found = _measure(trainer, steps, _batches(trainer, advance, interrupts))
+        return found, distributed.largest([interrupts.signum], trainer.device)[0]
 
 
-def _measure(trainer: Trainer, steps: int, told: Callable[[], None]) -> Measured:
-    device, batches = trainer.device, _batches(trainer, told)
-    for _ in range(WARMUP):
-        batch = next(batches)
+def _measure(trainer: Trainer, steps: int, batches: Iterator[Batch]) -> Measured | None:
+    device = trainer.device
+    for batch in itertools.islice(batches, WARMUP):
         _take(trainer, batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times, seen, start = [], 0, now(device)
+    times: list[float] = []
+    seen, start, end = 0, now(device), 0.0
     for _ in range(steps):
         before = time.perf_counter()
-        batch = next(batches)
+        following = next(batches, None)
+        if following is None:
+            break
+        batch = following
         _take(trainer, batch)
-        times.append(time.perf_counter() - before)  # a step ends with a question to the device (Stepper.take)
+        end = time.perf_counter()
+        times.append(end - before)  # a step ends with a question to the device (Stepper.take)
         seen += len(batch.image_id)
-    elapsed = now(device) - start
+    if not times:
+        return None
+    elapsed = (now(device) if len(times) == steps else end) - start
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
     parts = _parts(trainer, batches, steps)
     samples = sum(distributed.gather_objects(seen))
     return Measured(
-        steps, samples / steps, statistics.median(times), samples / elapsed, parts,
+        len(times), samples / len(times), statistics.median(times), samples / elapsed, parts,
         count_flops(trainer, batch), matrix_rate(device, trainer.runner.precision), peak,
     )  # fmt: skip
 
 
-def _batches(trainer: Trainer, told: Callable[[], None]) -> Iterator[Batch]:
-    """Epoch after epoch, each batch told. Errors: UsageError for an epoch in which no picture can be read."""
+def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts) -> Iterator[Batch]:
+    """Epoch after epoch, each batch told, until any process has a signal. Errors: UsageError for an epoch in which no
+    picture can be read."""
     epoch = 0
     while True:
         taken = 0
-        for batch in trainer.batches.batches(epoch):
-            if not distributed.largest([int(len(batch.image_id) == 0)], trainer.device)[0]:
-                taken += 1
-                told()
-                yield batch
+        try:
+            for batch in trainer.batches.batches(epoch):
+                mine = [interrupts.signum, int(len(batch.image_id) == 0)]
+                stop, empty = distributed.largest(mine, trainer.device)
+                if stop:
+                    return
+                if not empty:
+                    taken += 1
+                    told()
+                    yield batch
+        except ReaderDied:  # by a signal to the whole group: this process answers it as the others do
+            if not interrupts.signum:
+                raise
+            distributed.largest([interrupts.signum, 0], trainer.device)
+            return
         if not taken:
             raise UsageError("--benchmark: no step of an epoch has pictures that can be read")
         epoch += 1
@@ -165,8 +188,8 @@ class _Timed(nn.Module):
 
 
 def _parts(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, list[float]]:
-    """Seconds of each part in ``steps`` steps. What lies between forward and backward is the loss, its gathering
-    included; what lies behind, the gradient's norm and the optimizer."""
+    """Seconds of each part in ``steps`` steps, fewer where the batches end. What lies between forward and
+    backward is the loss, its gathering included; what lies behind, the gradient's norm and the optimizer."""
     clock, stepper, engine = Clock(trainer.device), trainer.stepper, torch.autograd.backward
     network, inputs = stepper.network, stepper.source.inputs
     stepper.network = _Timed(network, clock)
@@ -176,7 +199,9 @@ def _parts(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, 
     try:
         for _ in range(steps):
             clock.begin()
-            batch = next(batches)
+            batch = next(batches, None)
+            if batch is None:
+                break
             clock.turn("optimizer")
             _take(trainer, batch)
             clock.turn(PARTS[0])
@@ -225,13 +250,14 @@ def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def show(found: Measured, trainer: Trainer, console: Console | None = None) -> None:
-    """The numbers, and a table of the parts: medians, and shares of the sum of all parts' medians."""
+def show(found: Measured, trainer: Trainer, steps: int, console: Console | None = None) -> None:
+    """The numbers, and a table of the parts: medians, and shares of the sum of all parts' medians. ``steps``: how many
+    were asked for."""
     console = console or make_console()
     dtype = "float32" if trainer.runner.precision == "fp32" else "bfloat16"
     kind = "allocated on the GPU" if trainer.device.type == "cuda" else "resident, readers aside"
     console.print(
-        f"{found.per_second:,.1f} samples/s: {found.steps} steps of {found.samples:,.0f}, median "
+        f"{found.per_second:,.1f} samples/s: {_steps(found.steps, steps)} of {found.samples:,.0f}, median "
         f"{1e3 * found.seconds:,.1f} ms, {trainer.ranks} process{'es' if trainer.ranks > 1 else ''} on {trainer.device}"
     )
     console.print(
@@ -239,11 +265,19 @@ def show(found: Measured, trainer: Trainer, console: Console | None = None) -> N
         f"counted once, against {found.rate / 1e9:,.0f} GFLOP/s of a {dtype} matrix product measured here"
     )
     console.print(f"peak memory {found.peak / 2**20:,.0f} MiB ({kind})")
+    timed = len(found.parts[PARTS[0]])
+    if not timed:
+        console.print("where the time of a step goes is not measured: that is asked of further steps")
+        return
     medians = {part: statistics.median(times) for part, times in found.parts.items()}
-    console.print(f"where {found.steps} more steps go, waiting for the device at each part's end:")
+    console.print(f"where {_steps(timed, steps, 'more ')} go, waiting for the device at each part's end:")
     table = new_table("part of a step")
     column(table, "median", "ms")
     column(table, "", "  share")
     for part, median in medians.items():
         row(table, [part, f"{1e3 * median:,.2f}", f"{median / sum(medians.values()):.0%}"])
     console.print(table)
+
+
+def _steps(taken: int, asked: int, more: str = "") -> str:
+    return f"{taken} {more}steps" if taken == asked else f"{taken} of {asked} {more}steps"

@@ -7,7 +7,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UsageError, one_line, reason
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_CAPTION_BYTES = 1_000_000  # a larger text file is a fault, not a caption
@@ -80,7 +80,7 @@ def index_shard(path: Path, text: str = "txt") -> list[Sample]:
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path}: not a readable tar, or a truncated one: {one_line(error)}{_packed(path)}") from None
+        raise UsageError(f"{path}: not a readable tar, or a truncated one: {reason(error)}{_packed(path)}") from None
     # tarfile takes a file that stops between members for complete; a whole one ends in zero blocks.
     rest = -(-end // _BLOCK) * _BLOCK
     with path.open("rb") as file:

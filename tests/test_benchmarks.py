@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +83,63 @@ def test_clip_loss_sends_what_two_gathers_and_their_backward_send(root, tmp_path
     run(root, "--ranks", str(ranks), "--batch-sizes", str(rows), "--dim", str(dim), "--csv", str(file), name="loss.py")
     found = {line.split(",")[2]: int(line.split(",")[3]) for line in file.read_text().splitlines()[2:]}
     assert found["ClipLoss"] == 4 * rows * dim * 4 * (ranks - 1) // ranks  # two sides there and back, float32
+
+
+def fails(root: Path, tmp_path: Path, module: str, contestant: str, *flags: str) -> list[str]:
+    """What a benchmark prints whose contestant dies: a package that it imports is damaged."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys\nif {contestant!r} in ' '.join(sys.argv[2:]) and sys.argv[1] in ('--measure', '--told'):\n"
+        "    print('a warning\\nplanted: the last line', file=sys.stderr, flush=True)\n    os._exit(3)\n"
+    )
+    command = [sys.executable, str(root / "benchmarks" / module), *flags]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    return [*done.stdout.splitlines(), done.stderr.splitlines()[-1]]
+
+
+def test_a_contestant_that_dies_is_named_and_the_others_are_shown(root, tmp_path):
+    told = fails(root, tmp_path, "loss.py", "ClipLoss", "--batch-sizes", "16", "--dim", "4", "--rounds", "2",
+                 "--losses", "sym", "--norms", "cosine", "dot")  # fmt: skip
+    assert told.count("ClipLoss: failed: planted: the last line") == 1, "asked no more"
+    assert told[-1] == "error: ClipLoss: failed: planted: the last line"
+    medians = told[told.index("medians of 2:") + 1 :]
+    assert medians[0].startswith("sym cosine ") and any("other norms to cosine: dot" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("module", "contestant", "flags"),
+    [
+        ("loss.py", "agreement", ("--batch-sizes", "8", "--dim", "4", "--rounds", "1", "--norms", "cosine")),
+        ("loss.py", '"rank": 1', ("--ranks", "2", "--batch-sizes", "8", "--dim", "4", "--norms", "cosine")),
+        ("diagnostics.py", "dense", ("--measures", "anisotropy", "--sizes", "60", "--dim", "5", "--rounds", "1")),
+        ("diagnostics.py", '"mmclip"', ("--measures", "anisotropy", "--sizes", "60", "--dim", "5", "--rounds", "1")),
+        ("retrieval.py", "clip-benchmark", ("--images", "40", "--dim", "8", "--rounds", "1")),
+    ],
+)
+def test_whatever_dies_no_harness_does(root, tmp_path, module, contestant, flags):
+    told = fails(root, tmp_path, module, contestant, *flags)
+    assert any(line.endswith(": failed: planted: the last line") for line in told[:-1])
+
+
+def test_side_by_side_a_contestant_that_dies_is_named_and_the_other_is_shown(root, tmp_path, tiny_data, tiny_model):
+    flags = ("--data", str(tiny_data), "--model", str(tiny_model), "--images", "8", "--batch-size", "4",
+             "--rounds", "2", "--workers", "0", "--threads", "1", "--device", "cpu")  # fmt: skip
+    told = fails(root, tmp_path, "embedding.py", '"contestant": "open_clip"', *flags)
+    assert told.count("open_clip: failed: planted: the last line") == 1, "asked no more"
+    assert told[-2].startswith("ours, median of 2 ") and told[-1] == "error: open_clip: failed: planted: the last line"
+
+
+def test_a_process_that_a_signal_ends_or_that_says_nothing_has_failed(monkeypatch, root, capsys):
+    harness = benchmark(monkeypatch, root, "harness")
+    monkeypatch.setattr(harness, "FAILED", [])
+    done = subprocess.CompletedProcess
+    assert harness.answer(done("", -11, "", "x\n"), "a") is None
+    assert harness.answer(done("", 0, "no JSON\n", ""), "b") is None
+    assert harness.answer(done("", 0, 'x\n{"seconds": 1}\n', ""), "c") == {"seconds": 1}
+    assert capsys.readouterr().out == "a: failed: ended by SIGSEGV\nb: failed: exit code 0\n"
+    assert harness.exit_code(True) == 1
 
 
 @pytest.mark.parametrize(

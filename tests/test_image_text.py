@@ -8,13 +8,19 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmclip import skipped
 from mmclip.data import open_data
+from mmclip.embeddings import Runner
+from mmclip.errors import UsageError
+from mmclip.failures import no_pictures
 from mmclip.image_text import BadSample, ImageTextData
 from tests.test_data import folder, good, jpeg, write_tar
+from tests.test_loader import TRANSFORM
 
 
 def grey(value: int) -> bytes:
@@ -107,6 +113,36 @@ def test_pictures_made_to_fill_memory_or_hours_are_bad_samples(
     with pytest.raises(BadSample) as error:
         data.read_image(0)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["absolute", "beside the CSV"])
+@pytest.mark.parametrize("fault", ["damaged", "gone", "no picture", "in a folder's place"])
+def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path, key: str, fault: str) -> None:
+    picture, table = tmp_path / "shown" / "bad.jpg", tmp_path / "pairs.csv"
+    picture.parent.mkdir()
+    picture.write_bytes(b"no picture" if fault == "no picture" else jpeg()[:150])
+    table.write_text(f"filepath\ttitle\n{picture if key == 'absolute' else 'shown/bad.jpg'}\tone\n", encoding="utf-8")
+    data = open_data(str(table))
+    if fault in ("gone", "in a folder's place"):
+        picture.unlink()
+    if fault == "in a folder's place":
+        picture.mkdir()
+    with pytest.raises(BadSample) as error:
+        data.read_image(0)
+    with pytest.raises(UsageError) as none:  # embed.py, the evaluation, and training with --cache-features
+        Runner(torch.device("cpu"), progress=False).images(lambda x: x.flatten(1), data, TRANSFORM)
+    (line,) = skipped.Skipped().add([error.value])  # training
+    for text in (str(error.value), line, skipped.told(skipped.by_key([error.value])), str(none.value),
+                 str(no_pictures(1, 1, skipped.by_key([error.value])))):  # fmt: skip
+        assert text.count("bad.jpg") == 1 and str(picture) in text, text
+        assert "Errno" not in text, text
+
+
+def test_a_bad_picture_of_a_shard_is_named_by_key_and_shard(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "0.tar", [("b.jpg", b"no picture"), ("b.txt", b"x")])
+    with pytest.raises(BadSample) as error:
+        open_data(str(shard)).read_image(0)
+    assert str(error.value).startswith(f"b in {shard}: not a readable picture")
 
 
 def test_a_line_of_pixels_is_refused_since_resizing_it_would_take_gigabytes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mmclip.build import build_model
 from mmclip.checkpoints import export_model
 from mmclip.errors import UsageError
-from mmclip.model_names import check_sizes
+from mmclip.model_names import check_sizes, read_json
 from tests.tiny import MODEL
 
 
@@ -117,3 +117,9 @@ def test_an_exports_facts_are_what_they_should_be(tmp_path: Path, facts: str, to
     with pytest.raises(UsageError, match=r"mmclip\.json") as error:
         build_model(f"local-dir:{tmp_path / 'out'}")
     assert told in str(error.value)
+
+
+def test_a_path_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        read_json(tmp_path)
+    assert str(error.value) == f"{tmp_path}: not readable as JSON: Is a directory"

@@ -14,6 +14,7 @@ from mmclip.errors import UsageError
 from mmclip.scene_captions import render
 from mmclip.scene_classes import CLASSES, TEMPLATES, build_scene_classes, class_names
 from mmclip.scene_truth import COLOURS, PLACES, SHAPES, SIZES, Description, Thing
+from mmclip.scenes import VARIANTS, SceneSizes, build_scenes
 from tests.test_scenes import all_files, read
 
 
@@ -67,3 +68,23 @@ def test_the_same_seed_gives_the_same_bytes_and_a_finished_build_is_kept(built: 
 def test_bad_arguments_are_named(tmp_path: Path, bad: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="valid: 0 or more"):
         build_scene_classes(tmp_path, **bad)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, CLASSES])
+def test_drawing_is_told_and_only_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def build(folder: str) -> str:
+        if name == CLASSES:
+            build_scene_classes(tmp_path / folder, pictures=1)
+        else:
+            build_scenes(tmp_path / folder, name, sizes=SceneSizes(train=30, test=20, distractors=5))
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    n = 420 if name == CLASSES else 55
+    assert build("a") == f"drawing builtin:{name}: {n} pictures, kept for later runs\n"
+    assert build("a") == "", "drawn already"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert f"{n}/{n}" in build("b") and build("b") == ""

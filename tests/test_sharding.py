@@ -1,4 +1,4 @@
-"""FSDP2 against DDP on two gloo ranks, by whole tensors (tests/sharded.py: ``worst``)."""
+"""FSDP2 against DDP on two gloo ranks, by whole tensors (tests/comparing.py: ``worst``)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from mmclip import load_model, run, sharding
 from mmclip.config import TrainSettings
 from mmclip.errors import UsageError
+from tests.comparing import off, worst
 from tests.sharded import (
     CASES,
     EXACT,
@@ -24,9 +25,7 @@ from tests.sharded import (
     built,
     config,
     continued,
-    off,
     on_rank,
-    worst,
 )
 from tests.test_run_distributed import torchrun
 

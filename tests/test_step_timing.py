@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +22,10 @@ from mmclip.data import open_data
 from mmclip.embeddings import Runner
 from mmclip.errors import UsageError
 from mmclip.sources import Source
+from mmclip.step import Stepper
 from mmclip.step_timing import PARTS, WARMUP, Clock, Measured
 from mmclip.training import Trainer
+from tests.tiny import ROOT
 
 
 def settings(data: Path, model: Path, logs: Path, **more: Any) -> TrainSettings:
@@ -41,7 +47,8 @@ def test_parts_are_all_of_a_step_and_the_stepper_is_left_as_it_was(
 ) -> None:
     t = trainer(settings(tiny_data, tiny_model, tmp_path, accum_freq=accum_freq), tmp_path / "none")
     before = torch.autograd.backward, t.stepper.network
-    found = step_timing.measure(t, 3)
+    found, signum = step_timing.measure(t, 3)
+    assert found is not None and signum == 0
     assert (torch.autograd.backward, t.stepper.network) == before and "inputs" not in vars(t.source)
     assert t.step == WARMUP + 2 * 3 and found.samples == 16 * accum_freq
     assert set(found.parts) == set(PARTS) and all(len(times) == 3 for times in found.parts.values())
@@ -102,6 +109,54 @@ def test_it_prints_and_leaves_no_folder(
     for part in PARTS:
         assert re.search(rf"{part} +[\d.,]+ +\d+%", out)
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("at", "measured", "parts"),
+    [(1, 0, 0), (WARMUP, 0, 0), (WARMUP + 1, 1, 0), (WARMUP + 3, 3, 0), (WARMUP + 4 + 2, 4, 2), (WARMUP + 8, 4, 4)],
+)
+def test_a_signal_ends_it_with_the_steps_so_far(
+    tiny_data: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, at: int, measured: int, parts: int,
+) -> None:  # fmt: skip
+    stock, calls = Stepper.take, list[int]()
+
+    def take(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at:
+            signal.raise_signal(signum)
+        return stock(*args)
+
+    monkeypatch.setattr(Stepper, "take", take)
+    monkeypatch.setattr(step_timing, "matrix_rate", lambda *_: 1e10)  # which takes seconds
+    with pytest.raises(SystemExit) as left:
+        run.train(settings(tiny_data, tiny_model, tmp_path / "logs", benchmark=4))
+    assert left.value.code == 128 + signum and len(calls) == at, "no step after the one that a signal came in"
+    out, err = capsys.readouterr()
+    done = f"with {measured}" if measured else "before any"
+    assert err.splitlines()[-1] == f"stopped by {signum.name} {done} of 4 steps measured"
+    steps = {0: None, 4: "4 steps"}.get(measured, f"{measured} of 4 steps")
+    assert (f" samples/s: {steps} of 16, median" in out) if steps else out == ""
+    more = {0: None, 4: "where 4 more steps go"}.get(parts, f"where {parts} of 4 more steps go")
+    assert (more in out and "data wait" in out) if more else "data wait" not in out
+    assert ("is not measured" in out) == (measured > 0 and not parts)
+
+
+def test_a_signal_to_the_whole_group_ends_it_too(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, runpy, signal, sys\nfrom mmclip.step import Stepper\nstock, calls = Stepper.take, []\n"
+        "def take(*a):\n    calls.append(1)\n    if len(calls) == 9: os.killpg(0, signal.SIGTERM)\n"
+        "    return stock(*a)\nStepper.take = take\nsys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    flags = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--batch-size", 16, "--workers", 2,
+             "--device", "cpu", "--benchmark", 500]  # fmt: skip
+    command = [sys.executable, "-c", code, ROOT / "scripts" / "train_clip.py", *flags]
+    done = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False,
+                          start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 143 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert re.search(r"samples/s: \d of 500 steps of 16", done.stdout), done.stdout
 
 
 def test_a_loss_that_is_not_finite_is_one_line(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
