@@ -52,6 +52,7 @@ from loss_step import THEIRS
 
 NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
 LOSSES = ("sym", "asym-i2t", "asym-t2i")
+ONE_WAY = tuple(f"{loss} cosine" for loss in LOSSES[1:])
 OURS, IDS, AGAIN = "sym cosine", "sym cosine, ids", "sym cosine, again"
 AGREE = 1e-10  # with the plain form, in float64
 ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}  # of a value and of the length of a gradient
@@ -123,7 +124,7 @@ def ratios(batch: int, of: dict[str, Json]) -> list[str]:
 
     lines = []
     norms = [f"sym {norm}" for norm in NORMS[1:] if f"sym {norm}" in of]
-    one_way = [f"{loss} cosine" for loss in LOSSES[1:] if f"{loss} cosine" in of]
+    one_way = [name for name in ONE_WAY if name in of]
     for names, label in ((norms, "other norms to cosine"), ([IDS], "known positives masked to none known")):
         if names := [n for n in names if n in of and OURS in of]:
             told = ", ".join(f"{n.removeprefix('sym ')} {times(n, OURS)}" for n in names)
@@ -167,10 +168,10 @@ def compete(args: argparse.Namespace, device: str) -> int:
         if speed is not None and OURS in of:
             what, unit = ("seconds", "s") if args.device == "cuda" else ("cpu", "s of CPU")  # what others disturb less
             least = 2 * batch**2 * args.dim / speed[what]
+            told = [f"{n} {of[n][what] / (3 * least):.2f}" for n in (OURS, *ONE_WAY) if n in of]
             last.append(
                 f"B = {batch:,}, floor: {3 * least:.4g} {unit} for 6 B^2 D at the measured {speed[what] / 1e9:,.0f} "
-                f"GFLOP/s; sym cosine takes {of[OURS][what] / (3 * least):.2f} times that, "
-                f"{of[OURS][what] / (4 * least):.2f} times 8 B^2 D"
+                f"GFLOP/s; times that: {', '.join(told)}; sym cosine {of[OURS][what] / (4 * least):.2f} times 8 B^2 D"
             )
         last += ratios(batch, of)
     if args.csv and table:

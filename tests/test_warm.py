@@ -53,7 +53,7 @@ def test_packages_of_others_are_there_and_a_script_starts_as_the_main_module(tmp
 def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = _script(tmp_path, "import time; print('begun', flush=True); time.sleep(600)")
     with pytest.raises(subprocess.TimeoutExpired) as error:
-        run_warm([str(script)], tmp_path, os.environ, 20)
+        run_warm([str(script)], tmp_path, os.environ, 8)
     assert error.value.stdout == "begun\n"
 
 
