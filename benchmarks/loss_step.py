@@ -12,7 +12,10 @@ from harness import MIB, Json, peak_mib, settled_mib, spent
 THEIRS = "ClipLoss"
 SCALE = 14.285714  # 1 / 0.07, as both begin
 STEPS, SECOND = 20, 1.0  # steps of a measurement: as many as fit, at least one
-RATE_ROWS = 4096  # of the matrix product whose rate is the floor's
+RATE = {
+    "cpu": (512, 2048),
+    "cuda": (4096, 2**31),
+}  # rows and columns, at most, of the product whose rate is the floor's
 
 
 def features(batch: int, dim: int, dtype: Any, device: str) -> tuple[Any, Any]:
@@ -97,17 +100,21 @@ def measure(spec: Json) -> Json | None:
 
 
 def rate(spec: Json) -> Json:
-    """FLOP per second, and per second of CPU, of [B, D] x [D, B] by blocks of rows: what the floor is counted in."""
+    """FLOP per second, and per second of CPU, of [B, D] x [D, B] in parts that suit the device: the floor's unit."""
     import torch
 
     torch.set_num_threads(spec["threads"])
     x, y = (t.detach() for t in features(spec["batch"], spec["dim"], getattr(torch, spec["dtype"]), spec["device"]))
-    rows, times = x[:RATE_ROWS], list[Json]()
+    height, width = RATE[spec["device"]]
+    blocks, pieces, times = x.split(height)[:8], y.split(width), list[Json]()
+    out = x.new_empty(len(blocks[0]), len(pieces[0]))
     for _ in range(4):  # the first is not counted
         start = time.perf_counter(), time.process_time()
-        rows @ y.T
+        for rows in blocks:
+            for columns in pieces:
+                torch.mm(rows, columns.T, out=out[: len(rows), : len(columns)])
         if spec["device"] == "cuda":
             torch.cuda.synchronize()
         times.append(spent(*start))
-    flop = 2 * len(rows) * len(y) * spec["dim"]
+    flop = 2 * sum(map(len, blocks)) * len(y) * spec["dim"]
     return {what: flop / median(t[what] for t in times[1:]) for what in ("seconds", "cpu")}
