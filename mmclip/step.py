@@ -167,11 +167,11 @@ class Stepper:
         return out
 
     def _parts(self, batch: Batch) -> list[Batch]:
-        """The batch in parts of --batch-size rows. With --fsdp a pass is work of all processes, so they make the same
-        number of parts: the most that one needs, or as many as each has rows for."""
+        """The batch in parts of --batch-size rows. Processes make the same number of parts, the most that one needs, or
+        as many as each has rows for: with --fsdp a pass is work of all, and DDP rearranges its buckets in a pass."""
         parts = batch.split(self.settings.batch_size)
-        if not self.settings.fsdp:
-            return parts
+        if self.ranks == 1 or (self.settings.accum_freq == 1 and self.settings.loss_batch_size is None):
+            return parts  # one
         most, fewest = distributed.largest([len(parts), -len(batch.keys)], self.runner.device)
         together = min(most, -fewest)
         return parts if len(parts) == together else batch.split(self.settings.batch_size, together)

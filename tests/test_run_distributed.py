@@ -81,20 +81,24 @@ def hit_rates(scores: Tensor, relevant: Tensor, k: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [["--batch-size", 20], ["--batch-size", 10, "--accum-freq", 2, "--grad-checkpointing", "--torchcompile"]],
-    ids=["plain", "accumulated, checkpointed, compiled"],
+    ("joint", "how"),
+    [
+        (40, ["--batch-size", 20]),
+        (40, ["--batch-size", 10, "--accum-freq", 2, "--grad-checkpointing", "--torchcompile"]),
+        (21, ["--batch-size", 10, "--loss-batch-size", 21]),  # 11 rows and 10: two parts and one
+    ],
+    ids=["plain", "accumulated, checkpointed, compiled", "uneven parts"],
 )
 def test_two_ranks_train_like_one_process_on_the_joint_batch(
-    tiny_data: Path, tiny_model: Path, tmp_path: Path, how: list[object]
+    tiny_data: Path, tiny_model: Path, tmp_path: Path, joint: int, how: list[object]
 ) -> None:
     if "--torchcompile" in how and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
-    # 96 images in joint batches of 40: the last one, of 16, is shared out too
+    # 96 images in joint batches of 40: the last one, of 16, is shared out too; so is that of 12 after those of 21
     common = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--lr", "1e-3",
               "--eps", "1e-3", "--warmup", 2, "--epochs", 2, "--keep-last", "--loss", "asym-i2t", "--norm", "learned",
               "--device", "cpu", "--log-every-n-steps", 1]  # fmt: skip
-    one = run_script("train_clip.py", *common, "--name", "one", "--batch-size", 40)
+    one = run_script("train_clip.py", *common, "--name", "one", "--batch-size", joint)
     assert one.returncode == 0, one.stderr[-2000:]
     two = torchrun(*common, "--name", "two", *how)
     assert two.returncode == 0, two.stderr[-3000:]
