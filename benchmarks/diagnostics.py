@@ -39,6 +39,7 @@ from harness import (
     machine,
     measured,
     medians,
+    of_memory,
     peak_mib,
     row,
     settled_mib,
@@ -245,10 +246,10 @@ def compare(args: argparse.Namespace) -> int:
                 apart = max(abs(u - v) / abs(v) for u, v in zip(a, b, strict=True))
                 good &= apart <= tolerance
                 print(f"numbers {apart:.1e} apart: {'they agree' if apart <= tolerance else 'THEY DO NOT AGREE'}")
-                wall, cpu_time, mib = (share(of["dense"][what], of["mmclip"][what]) for what in MEASURED)
+                wall, cpu_time = (share(of["dense"][what], of["mmclip"][what]) for what in MEASURED[:2])
                 ratio = (
                     f"at N = {size:,} {wall:.1f} times as fast as the dense form ({cpu_time:.1f} by CPU time), "
-                    f"{share(1, mib):.2f} of its memory"
+                    + of_memory(of["mmclip"]["mib"], of["dense"]["mib"])
                 )
         grows = ""
         if len(cpu) > 1:

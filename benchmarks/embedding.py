@@ -155,9 +155,10 @@ def compete(args: argparse.Namespace, folder: Path) -> int:
 
     about = machine(args.threads, args.device)
     print(about, flush=True)
+    model = m.write_model(args.model, folder)  # a wrong name is told before data are drawn
     data = m.export(args.data, args.split, "eval", args.images, folder / "data", None, 1)
     settings = {n: getattr(args, n) for n in ("batch_size", "workers", "precision", "device")}
-    told = {**m.write_model(args.model, folder), **data, **settings}
+    told = {**model, **data, **settings}
     print(
         f"{args.model}, {data['images']} images and {data['captions']} captions of {args.data}, batch "
         f"{args.batch_size}, {args.workers} worker(s), {args.precision}",

@@ -73,6 +73,11 @@ def share(a: float, b: float) -> float:
     return a / b if b else math.nan
 
 
+def of_memory(ours: float, theirs: float) -> str:
+    """'0.100 of its memory'; what is too small to be told from the rest of a process has no ratio."""
+    return f"{ours / theirs:.3f} of its memory" if ours and theirs else "memory too small to compare"
+
+
 def spent(wall: float, cpu: float) -> Json:
     return {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
 

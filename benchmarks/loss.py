@@ -42,6 +42,7 @@ from harness import (
     machine,
     measured,
     medians,
+    of_memory,
     refuse,
     row,
     share,
@@ -67,7 +68,9 @@ CONTROL_ROWS, CONTROL_DIM = 1000, 64
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
-    p.add_argument("--batch-sizes", type=count, nargs="+", metavar="B", help="[4096 16384; on CUDA 32768 65536]")
+    p.add_argument(
+        "--batch-sizes", type=partial(count, least=2), nargs="+", metavar="B", help="[4096 16384; on CUDA 32768 65536]"
+    )
     p.add_argument("--dim", type=count, metavar="D", help="[512; on CUDA 768]")
     p.add_argument("--dtype", choices=list(ROUNDING), help="of the features [float32; on CUDA bfloat16]")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="[cpu]")
@@ -134,10 +137,8 @@ def ratios(batch: int, of: dict[str, Json]) -> list[str]:
             told = ", ".join(f"{n} {times(n, base)}" for n in one_way)
             lines.append(f"B = {batch:,}, one direction to {label}: {told}")
     if OURS in of and THEIRS in of:
-        memory = share(of[OURS]["mib"], of[THEIRS]["mib"])
-        lines.append(
-            f"B = {batch:,}, ratio: {times(THEIRS, OURS)} times as fast as ClipLoss, {memory:.3f} of its memory"
-        )
+        memory = of_memory(of[OURS]["mib"], of[THEIRS]["mib"])
+        lines.append(f"B = {batch:,}, ratio: {times(THEIRS, OURS)} times as fast as ClipLoss, {memory}")
     return lines
 
 

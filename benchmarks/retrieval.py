@@ -36,9 +36,11 @@ from harness import (
     machine,
     measured,
     medians,
+    of_memory,
     peak_mib,
     row,
     settled_mib,
+    share,
     spent,
     take_turns,
     write_csv,
@@ -188,8 +190,9 @@ def compete(args: argparse.Namespace) -> int:
         sizes = {"images": args.images, "captions": n_texts}
         write_csv(args.csv, about, [{**sizes, "contestant": name, **now} for name, now in of.items()])
     print("the numbers agree" if agree else "THE NUMBERS DO NOT AGREE")
-    wall, cpu, mib = (of["clip-benchmark"][what] / of["mmclip"][what] for what in MEASURED)
-    print(f"ratio: {wall:.1f} times as fast ({cpu:.1f} by CPU time), {1 / mib:.3f} of the memory")
+    ours, theirs = of["mmclip"], of["clip-benchmark"]
+    wall, cpu = (share(theirs[what], ours[what]) for what in MEASURED[:2])
+    print(f"ratio: {wall:.1f} times as fast ({cpu:.1f} by CPU time), {of_memory(ours['mib'], theirs['mib'])}")
     return 0 if agree else 1
 
 

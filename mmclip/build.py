@@ -180,10 +180,10 @@ def _try_out(model: Model, name: str) -> None:
 
 
 def _why(error: Exception, limit: int = 300) -> str:
-    """An assertion may say nothing, and torch's advice on a pickle is to run it."""
+    """An assertion may say nothing, torch's advice on a pickle is to run it, and on a damaged zip it has much more."""
     if isinstance(error, pickle.UnpicklingError):
         return "not a file of plain tensors"
-    return one_line(str(error) or type(error).__name__, limit)
+    return one_line(str(error).partition(" This is an internal miniz error")[0] or type(error).__name__, limit)
 
 
 def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:

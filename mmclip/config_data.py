@@ -27,7 +27,8 @@ class DataSettings:
         SCENES,
         DATA,
         "training data: a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or "
-        "ROOT/SPLIT), a CSV, builtin:scenes or builtin:scenes-uninformative",
+        "ROOT/SPLIT), a CSV, builtin:scenes or builtin:scenes-uninformative (both drawn once, into the folder that the "
+        "environment names as MMCLIP_DATA, else data/)",
     )
     val_data: str | None = flag(
         None,

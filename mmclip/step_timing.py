@@ -148,6 +148,7 @@ def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts)
                 stop, empty = distributed.largest(mine, trainer.device)
                 if stop:
                     return
+                trainer.skipped.add(batch.bad)
                 if not empty:
                     taken += 1
                     told()
@@ -261,8 +262,9 @@ def show(found: Measured, trainer: Trainer, steps: int, console: Console | None 
         f"{1e3 * found.seconds:,.1f} ms, {trainer.ranks} process{'es' if trainer.ranks > 1 else ''} on {trainer.device}"
     )
     console.print(
-        f"MFU {found.mfu:.1%}: {found.flops / 1e9:,.1f} GFLOP of the towers a step and process, forward and backward "
-        f"counted once, against {found.rate / 1e9:,.0f} GFLOP/s of a {dtype} matrix product measured here"
+        f"MFU {found.mfu:.1%} in the median step: {found.flops / 1e9:,.1f} GFLOP of the towers a step and process, "
+        f"forward and backward counted once, against {found.rate / 1e9:,.0f} GFLOP/s of a {dtype} matrix product "
+        "measured here"
     )
     console.print(f"peak memory {found.peak / 2**20:,.0f} MiB ({kind})")
     timed = len(found.parts[PARTS[0]])

@@ -38,11 +38,33 @@ def test_the_loss_is_held_against_the_plain_form_and_clip_loss_and_ends_with_the
     assert re.fullmatch(r"\d+ values and gradients against the plain form .*: they agree", told[2])
     assert any(line.startswith("loss ") and line.endswith("they agree") for line in told)
     assert re.fullmatch(r"B = 48, other norms to cosine: learned [\d.]+ \([\d.]+\)", told[-3])
-    assert re.fullmatch(r"B = 48, ratio: [\d.]+ \([\d.]+\) times as fast as ClipLoss, [\d.na]+ of its memory", told[-1])
+    assert re.fullmatch(
+        r"B = 48, ratio: [\d.]+ \([\d.]+\) times as fast as ClipLoss, ([\d.]+ of its m|m)emory.*", told[-1]
+    )
     machine, heads, *rows = (tmp_path / "x.csv").read_text().splitlines()
     assert machine.startswith("# ") and heads.startswith("B,loss,seconds,cpu,mib,seconds of ClipLoss's")
     names = ["ClipLoss", "sym cosine", "sym learned", '"sym cosine, ids"', '"sym cosine, again"']
     assert [row[3:].startswith(name) for row, name in zip(rows, names, strict=True)] == [True] * 5
+
+
+def test_memory_that_is_not_to_be_seen_has_no_ratio(root, monkeypatch):
+    of_memory = benchmark(monkeypatch, root, "harness").of_memory
+    assert of_memory(1.0, 8.0) == "0.125 of its memory"
+    assert of_memory(0.0, 8.0) == of_memory(1.0, 0.0) == "memory too small to compare"
+
+
+@pytest.mark.parametrize(("name", "flags", "told"), [
+    ("loss.py", ["--batch-sizes", "1"], "argument --batch-sizes: '1': a whole number of at least 2 is expected"),
+    ("embedding.py", ["--model", "nomodel", "--quick"], "--model nomodel: neither a model config JSON nor a name that"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_told_at_once(root, tmp_path, name, flags, told):
+    command = [sys.executable, str(root / "benchmarks" / name), *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "MMCLIP_DATA": str(tmp_path)}
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: ") and told in last, done.stderr
+    assert not list(tmp_path.iterdir()), "no data are drawn for it"
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> Any:
@@ -183,7 +205,7 @@ def test_retrieval_agrees_with_clip_benchmark_and_ends_with_the_ratio(root):
     pytest.importorskip("clip_benchmark")
     lines = run(root, "--images", "120", "--dim", "16", "--rounds", "1", "--lists", "3").splitlines()
     assert "the numbers agree" in lines
-    assert re.fullmatch(r"ratio: \d+\.\d times as fast \(\d+\.\d by CPU time\), \d+\.\d{3} of the memory", lines[-1])
+    assert re.fullmatch(r"ratio: \d+\.\d times as fast \(\d+\.\d by CPU time\), \d+\.\d{3} of its memory", lines[-1])
 
 
 def test_serving_measures_every_index_of_every_scoring(root):

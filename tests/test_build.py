@@ -132,6 +132,12 @@ def test_a_safetensors_file_whose_header_lies_is_one_line(tmp_path: Path, conten
     assert "\n" not in str(error.value)
 
 
+def test_a_checkpoint_that_is_no_zip_is_named_without_the_librarys_advice(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(b"PK\003\004 and no more")
+    with pytest.raises(UsageError, match=r"not a checkpoint of this model: [^.]*zip archive[^.]*\.$"):
+        build_model(write(tmp_path / "m.json", MODEL), str(tmp_path / "x.pt"))
+
+
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e30])
 def test_a_checkpoint_of_damaged_weights_is_one_line(tmp_path: Path, scale: float) -> None:
     path, weights = write(tmp_path / "m.json", MODEL), tmp_path / "x.safetensors"

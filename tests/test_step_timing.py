@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from mmclip import run, step_timing
@@ -99,13 +100,26 @@ def test_a_timed_network_is_the_network(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(timed(x), network(x)) and timed._orig_mod is network
 
 
+def test_pictures_that_cannot_be_read_are_counted_and_named(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ["filepath\ttitle"]
+    for i in range(40):
+        Image.new("RGB", (32, 32)).save(tmp_path / f"{i}.png")
+        rows.append(f"{i}.png\tpicture {i}")
+    (tmp_path / "7.png").write_bytes((tmp_path / "7.png").read_bytes()[:50])
+    (tmp_path / "x.csv").write_text("\n".join(rows), encoding="utf-8")
+    run.train(settings(tmp_path / "x.csv", tiny_model, tmp_path / "logs", benchmark=2))
+    assert re.search(r"^training data: 1 sample cannot be used: .*7\.png: ", capsys.readouterr().err, re.MULTILINE)
+
+
 def test_it_prints_and_leaves_no_folder(
     tiny_data: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.train(settings(tiny_data, tiny_model, tmp_path / "logs", benchmark=2))
     out = capsys.readouterr().out
     assert re.search(r"[\d.,]+ samples/s: 2 steps of 16, median [\d.,]+ ms, 1 process on cpu", out)
-    assert re.search(r"MFU [\d.]+%: [\d.]+ GFLOP", out) and "peak memory" in out
+    assert re.search(r"MFU [\d.]+% in the median step: [\d.]+ GFLOP", out) and "peak memory" in out
     for part in PARTS:
         assert re.search(rf"{part} +[\d.,]+ +\d+%", out)
     assert not (tmp_path / "logs").exists()
