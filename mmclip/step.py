@@ -144,7 +144,7 @@ class Stepper:
 
     def _backward(self, batch: Batch, step: int, log: bool) -> LossOutput:
         """Gradients of the whole batch's loss in every parameter's ``grad``."""
-        parts = self._parts(batch)
+        parts = self.parts(batch)
         if len(parts) == 1:
             out = self._loss(*self._features(batch, step, 0), batch, log)
             out.loss.backward()
@@ -166,7 +166,7 @@ class Stepper:
                 torch.autograd.backward(self._features(part, step, i), gradient)
         return out
 
-    def _parts(self, batch: Batch) -> list[Batch]:
+    def parts(self, batch: Batch) -> list[Batch]:
         """The batch in parts of --batch-size rows. Processes make the same number of parts, the most that one needs, or
         as many as each has rows for: with --fsdp a pass is work of all, and DDP rearranges its buckets in a pass."""
         parts = batch.split(self.settings.batch_size)

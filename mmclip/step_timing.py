@@ -219,7 +219,7 @@ def count_flops(trainer: Trainer, batch: Batch) -> int:
     (--accum-freq and --grad-checkpointing run forward twice); attention's products where torch can count them."""
     trainer.towers.clip.set_grad_checkpointing(False)
     total, source, device = 0, trainer.source, trainer.device
-    for part in batch.split(trainer.settings.batch_size):
+    for part in trainer.stepper.parts(batch):  # with --fsdp all processes pass together
         (images, from_image), (texts, from_text) = (source.inputs(s, part, device) for s in ("image", "text"))
         images = images if from_image else trainer.model.pixels(images)
         with FlopCounterMode(display=False) as counter:
@@ -282,4 +282,4 @@ def show(found: Measured, trainer: Trainer, steps: int, console: Console | None 
 
 
 def _steps(taken: int, asked: int, more: str = "") -> str:
-    return f"{taken} {more}steps" if taken == asked else f"{taken} of {asked} {more}steps"
+    return f"{taken if taken == asked else f'{taken} of {asked}'} {more}step{'s' if asked > 1 else ''}"

@@ -112,6 +112,14 @@ def test_two_ranks_train_like_one_process_on_the_joint_batch(
     assert lines[0] == lines[1], "only rank 0 writes"
 
 
+def test_shared_out_towers_are_timed_with_uneven_parts(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """With --fsdp every pass is work of both, that which counts operations, too."""
+    done = torchrun("--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--device",
+                    "cpu", "--batch-size", 10, "--loss-batch-size", 21, "--benchmark", 1, "--fsdp")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "samples/s: 1 step of 21, median" in done.stdout
+
+
 def test_two_ranks_follow_a_curriculum_like_one_process(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
     common = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--lr", "1e-3",
               "--eps", "1e-3", "--warmup", 2, "--epochs", 2, "--keep-last", "--norm", "dot", "--device", "cpu",
