@@ -15,8 +15,7 @@ direction. One direction takes 6 itself: where sym keeps its products both are a
 Each measurement is a process of its own, and the contestants take turns, so that a busy machine slows all. Seconds are
 by the clock and by CPU time, which other programs disturb less, the median of the steps that fit into a second, at
 least one. Memory is the peak resident size (ru_maxrss) less what it was once the inputs were made; on CUDA what torch
-has allocated. Medians of the rounds are compared; the ratios are last, by
-the clock and in brackets by CPU time.
+has allocated. Medians of the rounds are compared; the ratios are last, by the clock and in brackets by CPU time.
 
 The numbers must agree, or the exit code is 1: values and gradients of every loss, norm and policy of positives with the
 plain form in float64 to 1e-10, at 1,000 rows some of which are known positives of others; and each measured value of

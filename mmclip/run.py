@@ -131,11 +131,10 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
 def _benchmark(trainer: Trainer, steps: int) -> None:
     """--benchmark: numbers on stdout, after a signal those of the steps so far; of the run's folder nothing is made."""
     found, signum = step_timing.measure(trainer, steps)
-    skipped = {key: why for each in distributed.gather_objects(trainer.skipped.why) for key, why in each.items()}
     if trainer.rank == 0 and found:
         step_timing.show(found, trainer, steps)
-    if trainer.rank == 0 and skipped:
-        print(f"training data: {told(skipped)}", file=sys.stderr)
+    if trainer.rank == 0 and trainer.skipped.why:
+        print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
     if signum:
         if trainer.rank == 0:
             done = f"with {found.steps}" if found else "before any"

@@ -144,11 +144,11 @@ def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts)
         taken = 0
         try:
             for batch in trainer.batches.batches(epoch):
-                mine = [interrupts.signum, int(len(batch.image_id) == 0)]
-                stop, empty = distributed.largest(mine, trainer.device)
+                stop, news, empty = trainer.agreed(batch, interrupts)
                 if stop:
                     return
-                trainer.skipped.add(batch.bad)
+                if news:
+                    trainer.note_bad(batch)  # run.train names them behind the numbers
                 if not empty:
                     taken += 1
                     told()
@@ -156,7 +156,7 @@ def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts)
         except ReaderDied:  # by a signal to the whole group: this process answers it as the others do
             if not interrupts.signum:
                 raise
-            distributed.largest([interrupts.signum, 0], trainer.device)
+            distributed.largest([interrupts.signum, 0, 0], trainer.device)
             return
         if not taken:
             raise UsageError("--benchmark: no step of an epoch has pictures that can be read")

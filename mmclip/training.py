@@ -124,11 +124,11 @@ class Trainer:
             self.validate(self.pending, log, interrupts)
         for batch, wait in self._remaining_batches():
             waited += wait
-            stop, news, empty = self._agreed(batch, interrupts)
+            stop, news, empty = self.agreed(batch, interrupts)
             if stop:
                 return stop
-            if news:
-                self._note_bad(batch, log)
+            for text in self.note_bad(batch) if news else ():
+                log.say(text)
             first, self.step = self.step == 0, self.step + 1
             due = first or self.step % settings.log_every_n_steps == 0 or self.step == self.total_steps
             # where no picture of a rank could be read all ranks pass the step over: towers take no empty batch
@@ -207,7 +207,7 @@ class Trainer:
 
     # --- what the processes must agree on --------------------------------------------------------------------------
 
-    def _agreed(self, batch: Batch, interrupts: Interrupts) -> tuple[int, bool, bool]:
+    def agreed(self, batch: Batch, interrupts: Interrupts) -> tuple[int, bool, bool]:
         """(why to stop or 0, whether a rank has news of bad samples, whether a rank's batch is empty)."""
         news = any(s.key not in self.skipped.why for s in batch.bad)
         mine = [self._stop(interrupts), int(news), int(len(batch.image_id) == 0)]
@@ -217,11 +217,10 @@ class Trainer:
     def _stop(self, interrupts: Interrupts) -> int:
         return ALARM if self.settings.strict and self.told else interrupts.signum
 
-    def _note_bad(self, batch: Batch, log: RunLog) -> None:
-        for bad in distributed.gather_objects(batch.bad):
-            for line in self.skipped.add(bad):
-                if self.rank == 0:
-                    log.say(line)
+    def note_bad(self, batch: Batch) -> list[str]:
+        """Tell all ranks of all ranks' bad samples; lines for rank 0 to say. Errors: UsageError above a limit."""
+        lines = [line for bad in distributed.gather_objects(batch.bad) for line in self.skipped.add(bad)]
+        return lines if self.rank == 0 else []
 
     def _alarm(self, alarms: list[Alarm], line: dict[str, Any], log: RunLog) -> None:
         for alarm in alarms if self.rank == 0 else []:
