@@ -4,7 +4,7 @@
     python benchmarks/agreement.py --embeddings x.safetensors
 
 clip-benchmark's own zeroshot_retrieval.evaluate judges the vectors as those of a model (without autocast): raw ones for
-cosine, and for dot those that pass its normalization with their lengths (mmclip.scored_model). clip-benchmark breaks
+cosine, and for dot those that pass its normalization with their lengths (mmclip.evaluation.scored_model). clip-benchmark breaks
 ties by chance and mmclip against the model, so the numbers may differ in as many queries as are tied, and no more: the
 exit code is 1 where they do.
 """
@@ -17,12 +17,12 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from mmclip import metrics
+from mmclip.config.flags import run_script
+from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
 from mmclip.errors import UsageError
-from mmclip.flags import run_script
-from mmclip.retrieval import rank_both_ways
-from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
-from mmclip.scored_model import ScoredModel
+from mmclip.evaluation.scored_model import ScoredModel
+from mmclip.metrics import rank as metrics
+from mmclip.retrieval.ranking import rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization
 
 KS = (1, 5, 10)

@@ -100,8 +100,9 @@ def mmclip_form(name: str, q: Any, d: Any, exponents: Any, alpha: float) -> list
     import numpy as np
     import torch
 
-    from mmclip import diagnostics, fisher, geometry
-    from mmclip.retrieval import rank
+    from mmclip.metrics import fisher, geometry
+    from mmclip.metrics import magnitude as diagnostics
+    from mmclip.retrieval.ranking import rank
     from mmclip.similarity import Normalization, magnitude
 
     if name == "hubness":
@@ -194,7 +195,7 @@ def best(n: int) -> tuple[Any, Any]:
 
 def draws(n: int) -> Any:
     """How often each query is drawn in each resample, as the package draws them."""
-    from mmclip.metrics import cluster_draws
+    from mmclip.metrics.rank import cluster_draws
 
     return (times.astype(int) for chunk in cluster_draws(n, resamples=RESAMPLES, seed=0) for times in chunk)
 

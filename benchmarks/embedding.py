@@ -5,7 +5,7 @@
     python benchmarks/embedding.py --model ViT-B-32 --images 500   a large model: the towers take all the time
     python benchmarks/embedding.py --quick                         to see that it runs
 
-ours is what scripts/embed.py runs: ``mmclip.sources.Source.vectors`` of both sides, by ``mmclip.embeddings.Runner``.
+ours is what scripts/embed.py runs: ``mmclip.embeddings.features.Source.vectors`` of both sides, by ``mmclip.embeddings.encode.Runner``.
 theirs is open_clip's README with a loader: ``create_model_and_transforms``, a torch ``DataLoader`` over the files,
 ``model.encode_image`` under ``no_grad``; the captions in batches through ``get_tokenizer`` and ``model.encode_text``.
 
@@ -54,10 +54,10 @@ def ours(told: m.Json) -> dict[str, Callable[[], Any]]:
     """What encodes each side."""
     import torch
 
-    from mmclip.data import open_data
-    from mmclip.embeddings import Runner
-    from mmclip.evaluate_run import load_model
-    from mmclip.sources import Source
+    from mmclip.commands.evaluate import load_model
+    from mmclip.data.shards import open_data
+    from mmclip.embeddings.encode import Runner
+    from mmclip.embeddings.features import Source
 
     model = load_model(told["config"], told["weights"])
     model.towers.to(told["device"])

@@ -37,9 +37,9 @@ class Outcome:
 
 def train_main(argv: Sequence[str]) -> None:
     """What scripts/train_clip.py does."""
-    from mmclip.config import parse_train
-    from mmclip.flags import run_script
-    from mmclip.run import train
+    from mmclip.commands.train import train
+    from mmclip.config.clip import parse_train
+    from mmclip.config.flags import run_script
 
     def main() -> None:
         train(parse_train([*argv, "--no-report"]))  # the page is not what is damaged here, and takes seconds
@@ -171,8 +171,8 @@ def import_everything() -> None:
         "torch._dynamo",
         "transformers.dynamic_module_utils",
         "transformers.utils",
-        "mmclip.config",
-        "mmclip.run",
+        "mmclip.config.clip",
+        "mmclip.commands.train",
     ):
         importlib.import_module(name)
     torch.set_num_threads(1)

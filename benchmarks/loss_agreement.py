@@ -8,7 +8,7 @@ import torch
 from harness import Json
 from loss_step import features
 
-from mmclip.losses import Positives, clip_loss, contrastive_loss
+from mmclip.losses.contrastive import Positives, clip_loss, contrastive_loss
 from mmclip.similarity import RoleSimilarity
 
 

@@ -90,7 +90,7 @@ def count(spec: Json) -> Json:
     from loss_step import SCALE, features
     from open_clip.loss import ClipLoss
 
-    from mmclip.losses import clip_loss
+    from mmclip.losses.contrastive import clip_loss
 
     # open_clip calls what torch would rename
     warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated", FutureWarning)

@@ -42,8 +42,8 @@ def loss_function(spec: Json) -> tuple[Callable[[Any, Any], Any], list[Any]]:
         unit = torch.nn.functional.normalize
         return lambda x, y: theirs(unit(x, dim=-1), unit(y, dim=-1), log_scale.exp()), [log_scale]
 
-    from mmclip import gram
-    from mmclip.losses import clip_loss
+    from mmclip.losses import gram
+    from mmclip.losses.contrastive import clip_loss
 
     name, _, how = spec["name"].partition(", ")
     if how == "again":

@@ -106,8 +106,8 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
         TimeRemainingColumn,
     )
 
-    from mmclip import metrics
-    from mmclip.retrieval import BLOCK_BYTES, rank_both_ways
+    from mmclip.metrics import rank as metrics
+    from mmclip.retrieval.ranking import BLOCK_BYTES, rank_both_ways
     from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS
 
     imported = settled_mib()

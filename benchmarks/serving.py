@@ -6,7 +6,7 @@
     python benchmarks/serving.py                                 planted data, seconds
 
 For each direction and each scoring that the file allows (native; corrected where there is evidence) the first row says
-whether FAISS's flat inner product returns mmclip.retrieval.rank's ids: "apart" counts queries whose ids differ, "beyond
+whether FAISS's flat inner product returns mmclip.retrieval.ranking.rank's ids: "apart" counts queries whose ids differ, "beyond
 rounding" those of them whose scores differ by more than 1e-6 |q||d| as well. Every other row has recall@K of the exact
 list, and success@1. "normalized" is what an engine with a cosine metric answers. Needs pip install -e '.[serving]'.
 The exit code is 1 where flat, or the augmentation in a normalizing index, is apart beyond rounding.
@@ -25,11 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.correction import log_evidence, native_exponents
+from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
+from mmclip.embeddings.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
 from mmclip.errors import UsageError
-from mmclip.retrieval import Ranking, rank
-from mmclip.saved_embeddings import SavedEmbeddings, load_embeddings
-from mmclip.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
+from mmclip.retrieval.hubness import log_evidence, native_exponents
+from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
 
 Array = NDArray[Any]

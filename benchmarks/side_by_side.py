@@ -83,7 +83,7 @@ def export(
 ) -> Json:
     """The first ``n`` pictures of a data set, bytes unchanged, with their first ``captions`` captions: {"csv": a CSV
     beside files, open_clip's layout, "tar": a pattern of ``shards`` shards, "images", "captions": how many}."""
-    from mmclip.data import open_data
+    from mmclip.data.shards import open_data
     from mmclip.errors import UsageError
 
     try:
@@ -123,7 +123,7 @@ def write_model(model: str, folder: Path) -> Json:
     import torch
     from safetensors.torch import save_file
 
-    from mmclip.model_names import read_model_config
+    from mmclip.models.model_names import read_model_config
 
     config = read_model_config(model)
     model_cfg = config["model_cfg"] if config else open_clip.get_model_config(model)

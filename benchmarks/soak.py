@@ -23,7 +23,7 @@ from pathlib import Path
 
 from scipy import stats
 
-from mmclip.scenes import SceneSizes, build_scenes
+from mmclip.data.scenes.build import SceneSizes, build_scenes
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = {

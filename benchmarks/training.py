@@ -5,7 +5,7 @@
     python benchmarks/training.py --layout csv                     files named by a CSV instead of tar shards
     python benchmarks/training.py --quick                          to see that it runs
 
-ours is ``mmclip.run.train``, all that scripts/train_clip.py does after its flags: --loss sym --norm cosine --positives
+ours is ``mmclip.commands.train.train``, all that scripts/train_clip.py does after its flags: --loss sym --norm cosine --positives
 none, which is CLIP's loss. theirs is ``open_clip_train.main.main``, all that ``python -m open_clip_train.main`` does
 with the flags that are printed: its data pipeline, its train_one_epoch, its AdamW, its log lines. Neither is changed or
 rewritten. open_clip_train's requirements (webdataset, pandas...) go into a virtual environment that this script makes,
@@ -127,8 +127,8 @@ def flags_of(told: m.Json) -> list[str]:
 
 def ours(told: m.Json) -> tuple[list[str], Callable[[list[str]], list[float]]]:
     """(the flags, what trains with them and returns the losses of a check)."""
-    from mmclip.config import parse_train
-    from mmclip.run import train
+    from mmclip.commands.train import train
+    from mmclip.config.clip import parse_train
 
     flags = [*flags_of(told), f"--model={told['config']}", "--loss=sym", "--norm=cosine", "--positives=none"]
     flags += ["--val-data=none", "--save-steps=1000000000", "--no-report"]

@@ -6,9 +6,9 @@ __version__ = "0.1.0"
 __all__ = ["ContrastiveLoss", "Direction", "Exponents", "Normalization", "clip_loss", "load_model", "score"]
 
 _HOME = {
-    "ContrastiveLoss": "losses",
-    "clip_loss": "losses",
-    "load_model": "evaluate_run",
+    "ContrastiveLoss": "losses.contrastive",
+    "clip_loss": "losses.contrastive",
+    "load_model": "commands.evaluate",
     "Direction": "similarity",
     "Exponents": "similarity",
     "Normalization": "similarity",

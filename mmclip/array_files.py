@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mmclip.errors import UsageError, one_line, reason
-from mmclip.files import write_atomically
-from mmclip.model_names import finite
+from mmclip.io import write_atomically
+from mmclip.models.model_names import finite
 
 Array = NDArray[Any]
 SUFFIXES = (".safetensors", ".npz")

@@ -4,13 +4,13 @@
 python scripts/advise.py --model DIR/all-MiniLM-L6-v2 --data DIR/scifact --document-length 64
 """
 
-from mmclip.config_advise import parse_advise
-from mmclip.flags import run_script
+from mmclip.config.advise import parse_advise
+from mmclip.config.flags import run_script
 
 
 def main() -> None:
     settings = parse_advise()
-    from mmclip.advise_run import advise  # after the flags are known to be right
+    from mmclip.commands.advise import advise  # after the flags are known to be right
 
     advise(settings)
 

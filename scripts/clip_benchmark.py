@@ -11,11 +11,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if Path(p).resolve() != HERE]
 
-from mmclip.flags import run_script  # noqa: E402
+from mmclip.config.flags import run_script  # noqa: E402
 
 
 def main() -> None:
-    from mmclip.clip_benchmark import main  # importing torch takes seconds
+    from mmclip.evaluation.clip_benchmark import main  # importing torch takes seconds
 
     main()
 

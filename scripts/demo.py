@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = {

@@ -4,13 +4,13 @@
 python scripts/embed.py --model logs/my-run --data builtin:scenes --output scenes.safetensors
 """
 
-from mmclip.config_embed import parse_embed
-from mmclip.flags import run_script
+from mmclip.config.embed import parse_embed
+from mmclip.config.flags import run_script
 
 
 def main() -> None:
     settings = parse_embed()
-    from mmclip.embed_run import embed  # after the flags are known to be right
+    from mmclip.commands.embed import embed  # after the flags are known to be right
 
     embed(settings)
 

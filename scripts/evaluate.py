@@ -4,13 +4,13 @@
 python scripts/evaluate.py --model logs/my-run --data builtin:scenes --compare logs/other-run
 """
 
-from mmclip.config_evaluate import parse_evaluate
-from mmclip.flags import run_script
+from mmclip.config.evaluate import parse_evaluate
+from mmclip.config.flags import run_script
 
 
 def main() -> None:
     settings = parse_evaluate()
-    from mmclip.evaluate_run import evaluate_model  # after the flags are known to be right
+    from mmclip.commands.evaluate import evaluate_model  # after the flags are known to be right
 
     evaluate_model(settings)
 

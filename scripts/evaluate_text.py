@@ -4,13 +4,13 @@
 python scripts/evaluate_text.py --model DIR/all-MiniLM-L6-v2 --data DIR/scifact
 """
 
-from mmclip.config_text_evaluate import parse_evaluate_text
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
+from mmclip.config.text_evaluate import parse_evaluate_text
 
 
 def main() -> None:
     settings = parse_evaluate_text()
-    from mmclip.evaluate_text_run import evaluate_text_model  # after the flags are known to be right
+    from mmclip.commands.evaluate_text import evaluate_text_model  # after the flags are known to be right
 
     evaluate_text_model(settings)
 

@@ -4,13 +4,13 @@
 python scripts/rag.py --model logs/my-text-run --data DIR/triviaqa --reader google/flan-t5-large
 """
 
-from mmclip.config_rag import parse_rag
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
+from mmclip.config.rag import parse_rag
 
 
 def main() -> None:
     settings = parse_rag()
-    from mmclip.rag_run import run_rag  # after the flags are known to be right
+    from mmclip.commands.rag import run_rag  # after the flags are known to be right
 
     run_rag(settings)
 

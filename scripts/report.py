@@ -4,13 +4,13 @@
 python scripts/report.py --runs logs/my-run
 """
 
-from mmclip.config_report import parse_report
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
+from mmclip.config.report import parse_report
 
 
 def main() -> None:
     settings = parse_report()
-    from mmclip.report import write_asked_report  # after the flags are known to be right
+    from mmclip.reporting.page import write_asked_report  # after the flags are known to be right
 
     write_asked_report(settings)
 

@@ -7,13 +7,13 @@ python scripts/run_study.py --config study_flickr8k_heads
 import sys
 from pathlib import Path
 
-from mmclip.config_study import parse_study
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
+from mmclip.config.study import parse_study
 
 
 def main() -> None:
     settings = parse_study()
-    from mmclip.study import study  # after the flags are known to be right
+    from mmclip.study.study import study  # after the flags are known to be right
 
     code = study(settings, Path(__file__).with_name("train_clip.py"))
     if code:

@@ -4,13 +4,13 @@
 python scripts/sts.py --model DIR/all-MiniLM-L6-v2 --data DIR/stsb/dev.tsv
 """
 
-from mmclip.config_sts import parse_sts
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
+from mmclip.config.sts import parse_sts
 
 
 def main() -> None:
     settings = parse_sts()
-    from mmclip.sts_run import run_sts  # after the flags are known to be right
+    from mmclip.commands.sts import run_sts  # after the flags are known to be right
 
     run_sts(settings)
 

@@ -4,13 +4,13 @@
 python scripts/train_clip.py --loss asym-i2t --norm qnorm
 """
 
-from mmclip.config import parse_train
-from mmclip.flags import run_script
+from mmclip.config.clip import parse_train
+from mmclip.config.flags import run_script
 
 
 def main() -> None:
     settings = parse_train()
-    from mmclip.run import train  # after the flags are known to be right: importing torch takes seconds
+    from mmclip.commands.train import train  # after the flags are known to be right: importing torch takes seconds
 
     train(settings)
 

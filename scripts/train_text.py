@@ -4,13 +4,13 @@
 python scripts/train_text.py --model DIR --train-data DIR/scifact --val-data DIR/scifact --norm qnorm
 """
 
-from mmclip.config_text_train import parse_train_text
-from mmclip.flags import run_script
+from mmclip.config.flags import run_script
+from mmclip.config.text import parse_train_text
 
 
 def main() -> None:
     settings = parse_train_text()
-    from mmclip.text_run import train_text  # after the flags are known to be right
+    from mmclip.commands.train_text import train_text  # after the flags are known to be right
 
     train_text(settings)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import tests.warm  # noqa: F401 - before anything starts the server
+import tests.helpers.warm  # noqa: F401 - before anything starts the server
 
 settings.register_profile(
     "mmclip", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -36,34 +36,34 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny import make_data
+    from tests.helpers.tiny import make_data
 
     return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny import make_model
+    from tests.helpers.tiny import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def plain(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.benchmarking import make_plain
+    from tests.helpers.benchmarking import make_plain
 
     return make_plain(tiny_data, tmp_path_factory.mktemp("plain") / "plain")
 
 
 @pytest.fixture(scope="session")
 def learned_run(plain: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.benchmarking import make_run
+    from tests.helpers.benchmarking import make_run
 
     return make_run(plain, tiny_model, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture(scope="session")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.benchmarking import make_classes
+    from tests.helpers.benchmarking import make_classes
 
     return make_classes(tmp_path_factory.mktemp("classes") / "colours")

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
 from mmclip.errors import UsageError
-from mmclip.files import (
+from mmclip.io import (
     alone_in,
     free_bytes,
     lock_folder,
@@ -22,8 +21,9 @@ from mmclip.files import (
     write_atomically,
     write_text_atomically,
 )
-from mmclip.resume import FORMAT
-from tests.tiny import ROOT, run_script
+from mmclip.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from mmclip.training.resume import FORMAT
+from tests.helpers.tiny import ROOT, run_script
 
 LIMITED = """
 import resource, sys
@@ -130,7 +130,7 @@ def test_latest_is_the_pointers_else_the_newest_there(tmp_path: Path) -> None:
 
 
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from mmclip.files import lock_folder; lock_folder(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from mmclip.io import lock_folder; lock_folder(Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     held = lock_folder(tmp_path)
     assert held is not None
@@ -189,7 +189,7 @@ def test_a_disk_that_fills_while_a_run_trains_loses_no_checkpoint(
 
 def test_one_process_at_a_time_is_inside_and_the_other_says_that_it_waits(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from mmclip.files import alone_in\n"
+        "import sys; from pathlib import Path; from mmclip.io import alone_in\n"
         "with alone_in(Path(sys.argv[1]), 'waiting'): print(Path(sys.argv[1], 'done').exists())"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

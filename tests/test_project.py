@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config import CONFIGS, TrainSettings
-from mmclip.config_files import read_config
+from mmclip.config.clip import CONFIGS, TrainSettings
+from mmclip.config.files import read_config
 
 # module -> what it must never reach, directly or through others: the one idea stays below everything that uses it
 FORBIDDEN = {

@@ -1,0 +1,122 @@
+"""embed.py: a model and a data set -> a file of raw vectors, relevance, scoring, and the correction's log-evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmclip import distributed
+from mmclip.commands.evaluate import load_model, make_runner
+from mmclip.config.embed import EmbedSettings
+from mmclip.data.datasets import open_bank, open_evaluation
+from mmclip.data.image_text import ImageTextData
+from mmclip.embeddings.features import Source
+from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation.bank import draw_bank
+from mmclip.evaluation.eval_set import EvalData
+from mmclip.evaluation.eval_source import EvalSource
+from mmclip.io import require_space
+from mmclip.models.factory import Model
+from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, log_evidence, native_exponents, trained_scales
+from mmclip.similarity import CLIP_DIRECTIONS, Direction
+from mmclip.training.skipped import told
+
+
+def embed(settings: EmbedSettings) -> None:
+    """Everything that embed.py does. Errors: UsageError, one line."""
+    assert settings.model is not None and settings.output is not None
+    device = distributed.start(settings.device)
+    data, distractors = open_evaluation(settings)
+    bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
+    print(f"encoding {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]", file=sys.stderr)
+    model = load_model(settings.model, settings.pretrained)
+    alpha = trained_scales(model.facts, model.loaded_scale)
+    corrected = [d for d in CLIP_DIRECTIONS if d.opposite in alpha] if settings.bank is not None else []
+    if settings.bank is not None and not corrected:
+        raise UsageError(f"--bank: --model {one_line(settings.model)} names no known loss: nothing can be corrected")
+    for direction in corrected:
+        if alpha[direction.opposite] is None:
+            raise UsageError(
+                f"--bank: --model {one_line(settings.model)} has no scale of {direction.opposite.value}, which "
+                "log-evidence needs; a trained model has one"
+            )
+    path = Path(settings.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _require_space(path, [data, *distractors.values()], model)
+    model.towers.to(device)
+    runner = make_runner(settings, device)
+    source = EvalSource.open(data, distractors, model, runner)
+    found = source.eval_data(model, runner)
+    if source.skipped:
+        print(told(source.skipped), file=sys.stderr)
+    saved = _saved(found, settings.model, model.facts, {d.value: a for d, a in alpha.items()})
+    if bank_data is not None:
+        bank = draw_bank(
+            Source(bank_data),
+            sorted({bank_side(d) for d in corrected}),
+            settings.bank_size,
+            model,
+            runner,
+            settings.seed,
+            data,
+        )
+        saved = _with_evidence(saved, corrected, bank)
+    elif settings.bank is not None:
+        vectors = {bank_side(d): getattr(saved, bank_side(d)) for d in corrected}
+        saved = _with_evidence(saved, corrected, Bank(TRANSDUCTIVE, vectors))
+    save_embeddings(path, saved)
+    print(
+        f"embeddings: {one_line(path)}: {len(found.image):,} images, {len(found.text):,} texts, "
+        f"D = {found.image.shape[1]}" + "".join(f", evidence of {d}" for d in saved.evidence)
+    )
+
+
+def _require_space(path: Path, sets: Sequence[ImageTextData], model: Model) -> None:
+    """Errors: UsageError before the work where the disk has no place for its result."""
+    rows = sum(len(d) + sum(map(len, d.captions)) for d in sets)
+    size = rows * 4 * int(model.towers.model_cfg["embed_dim"])
+    require_space(path.parent, size, size, "a file of embeddings", "name another place with --output")
+
+
+def _saved(found: EvalData, name: str, facts: dict[str, Any], alpha: dict[str, float | None]) -> SavedEmbeddings:
+    """Texts are called KEY#0, KEY#1... by their image and their place among its captions that were encoded."""
+    assert found.owner is not None
+    count = [0] * len(found.image)
+    text_ids = []
+    for row in found.owner:
+        text_ids.append(f"{found.image_keys[row]}#{count[row]}")
+        count[row] += 1
+    return SavedEmbeddings(
+        found.image,
+        found.text,
+        found.image_keys,
+        text_ids,
+        found.pairs,
+        owner=found.owner,
+        captions=found.captions,
+        levels=found.levels,
+        n_objects=found.n_objects,
+        distractors=next(iter(found.distractors), None),  # without --distractors, the data's own set is all there is
+        model=name,
+        facts=facts,
+        alpha=alpha,
+    )
+
+
+def _with_evidence(saved: SavedEmbeddings, directions: Sequence[Direction], bank: Bank) -> SavedEmbeddings:
+    exponents = native_exponents(saved.facts)
+    evidence: dict[str, Tensor] = {}
+    for direction in directions:
+        _, candidates = direction.roles({"image": saved.image, "text": saved.text})
+        alpha = saved.alpha[direction.opposite.value]
+        assert alpha is not None
+        evidence[direction.value] = log_evidence(candidates, bank.vectors[bank_side(direction)], exponents, alpha)
+    sizes = {side: len(x) for side, x in bank.vectors.items()}
+    about = {"name": bank.name, "size": sizes, "overlap": bank.overlap}
+    return dataclasses.replace(saved, evidence=evidence, bank=about)

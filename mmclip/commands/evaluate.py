@@ -1,0 +1,208 @@
+"""evaluate.py: a model and a data set -> results; finished runs -> a comparison and a verdict."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmclip import distributed
+from mmclip.config.encode import EncodeSettings
+from mmclip.config.evaluate import DiagnoseSettings, EvaluateSettings
+from mmclip.data.datasets import open_bank, open_evaluation
+from mmclip.data.distractors import parse_distractors
+from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.features import Source
+from mmclip.embeddings.files import load_embeddings
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation.bank import draw_bank, saved_bank
+from mmclip.evaluation.comparison import verdicts
+from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.results import Results, save_results
+from mmclip.evaluation.runs import load_run, load_runs
+from mmclip.evaluation.zero_shot import ZeroShot, open_classes
+from mmclip.models import metadata as facts
+from mmclip.models.architectures import architecture_of
+from mmclip.models.factory import Model, build_model
+from mmclip.models.model_names import WEIGHT_SUFFIXES
+from mmclip.output_paths import default_output, flat, output_folder
+from mmclip.reporting.diagnostics_table import print_diagnostics
+from mmclip.reporting.tables import print_comparison, print_run
+from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, native_exponents, trained_scales
+from mmclip.similarity import Direction
+from mmclip.training.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
+
+
+def evaluate_model(settings: EvaluateSettings) -> None:
+    """Everything that evaluate.py does. Errors: UsageError, one line."""
+    if settings.plot is not None:
+        plot = Path(settings.plot)
+        if plot.suffix.lower() != ".png" or plot.is_dir() or not plot.parent.is_dir():
+            raise UsageError(f"--plot {settings.plot!r}: the name of a .png file in a folder that exists is expected")
+    runs: dict[str, Results] = {}
+    others = load_runs(settings.compare or [])
+    control = load_run(settings.control) if settings.control else None
+    baseline = load_run(settings.baseline) if settings.baseline else None
+    if settings.model is not None or settings.embeddings is not None:
+        name, results = _evaluate(settings)
+        runs[name] = results
+    runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
+    found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
+    if settings.control is not None and not found:
+        raise UsageError(
+            f"--control {one_line(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
+            "length (gamma_d below 1), so there is nothing to give a verdict on"
+        )
+    if settings.model is None and settings.embeddings is None and len(runs) == 1 and not found:
+        name, results = next(iter(runs.items()))
+        print_run(results, name, groups=True)
+    elif len(runs) > 1 or found:
+        print_comparison(runs, found)
+    if settings.plot is not None:
+        from mmclip.reporting.tradeoff import plot_tradeoff
+
+        plot_tradeoff(runs, Path(settings.plot))
+        print(f"picture: {one_line(settings.plot)}")
+
+
+def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
+    if settings.embeddings is not None:
+        return _evaluate_embeddings(settings, settings.embeddings)
+    assert settings.model is not None
+    folder = run_folder(settings.model)
+    device = distributed.start(settings.device)
+    kinds, _ = parse_distractors(settings.distractors or [])
+    data, distractors = open_evaluation(settings)
+    bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
+    classes = (
+        open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data is not None else None
+    )
+    extra = "".join(f" and {len(d):,} {one_line(name, 60)}" for name, d in distractors.items())
+    print(
+        f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]{extra}",
+        file=sys.stderr,
+    )
+    model = load_model(settings.model, settings.pretrained)
+    model.towers.to(device)
+    runner = make_runner(settings, device)
+    name = folder.name if folder else settings.model
+    told_name = name if settings.pretrained is None else f"{name}-{Path(settings.pretrained).stem}"
+    where = output_folder(settings.output, default_output(folder, told_name, data.path, data.split))
+    source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
+    bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
+    if bank_data is not None:
+        sides = sorted(bank_side(d.opposite) for d in trained_scales(model.facts))
+        bank = draw_bank(Source(bank_data), sides, settings.bank_size, model, runner, settings.seed, data)
+    results = evaluate_source(
+        source,
+        model,
+        runner,
+        model.facts,
+        {
+            "model": settings.model,
+            "pretrained": settings.pretrained,
+            "weights": "random" if model.loaded_scale is None else "loaded",
+            "versions": facts.versions(),
+        },
+        classes=ZeroShot.open(classes, model, runner) if classes else None,
+        bank=bank,
+        **_how(settings),
+    )
+    return name, _report(settings, results, name, where)
+
+
+def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Results]:
+    saved = load_embeddings(file)
+    data = saved.eval_data()
+    scales = trained_scales(saved.facts) | {
+        Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None
+    }
+    bank = None
+    if settings.bank is None and saved.evidence:
+        evidence = {Direction(d): x for d, x in saved.evidence.items()}
+        bank = Bank(str(saved.bank.get("name", "not told")), evidence=evidence, sizes=saved.counts_of_bank("size"))
+        bank.overlap = saved.counts_of_bank("overlap")
+    elif settings.bank is not None:
+        sides = sorted(bank_side(d.opposite) for d in scales)
+        bank = (
+            Bank(TRANSDUCTIVE)
+            if settings.bank == TRANSDUCTIVE
+            else saved_bank(settings.bank, sides, settings.bank_size, saved, settings.seed)
+        )
+    name = Path(file).stem
+    where = output_folder(settings.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
+    print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {one_line(file)}", file=sys.stderr)
+    results = evaluate_with_bar(
+        data,
+        native_exponents(saved.facts),
+        {
+            "model": saved.model or name,
+            "data": {"path": file, "split": None},
+            "trained_with": dict(saved.facts),
+            "versions": facts.versions(),
+        },
+        scales=scales,
+        bank=bank,
+        **_how(settings),
+    )
+    return name, _report(settings, results, name, where)
+
+
+def _how(settings: EvaluateSettings) -> dict[str, Any]:
+    """What ``evaluate`` is told by flags alone."""
+    fisher = isinstance(settings, DiagnoseSettings) and settings.fisher
+    return {"fisher": fisher, "seed": settings.seed, "block_bytes": settings.block_bytes}
+
+
+def make_runner(settings: EncodeSettings, device: torch.device) -> Runner:
+    """How the scripts that only encode run a model; "auto" is float32 for them."""
+    precision = "fp32" if settings.precision == "auto" else settings.precision
+    return Runner(device, precision, settings.batch_size, settings.workers)
+
+
+def _report(settings: EvaluateSettings, results: Results, name: str, where: Path) -> Results:
+    print_run(results, name, groups=True)
+    print_zero_shot(results)
+    if isinstance(settings, DiagnoseSettings):
+        print_diagnostics(results, name)
+    print(f"results: {one_line(save_results(results, where))}")
+    if settings.report:
+        print_report(name, where)
+    return results
+
+
+def run_folder(model: str) -> Path | None:
+    """The run that a --model names, by its own folder or by its model/ folder; None for any other model."""
+    path = Path(model.removeprefix("local-dir:"))
+    if (path / "model" / "open_clip_config.json").is_file():
+        return path
+    if path.name == "model" and (path / "mmclip.json").is_file() and (path.parent / "config.yaml").is_file():
+        return path.parent
+    return None
+
+
+def load_model(model: str, pretrained: str | None = None) -> Model:
+    """A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name, a model config JSON or a bare
+    checkpoint file.
+
+    The towers are on the CPU, in float32 and evaluation mode. Errors: UsageError.
+    """
+    path = Path(model)
+    if path.is_dir():
+        inner = path / "model" if (path / "model").is_dir() else path
+        if not (inner / "open_clip_config.json").is_file():
+            raise UsageError(f"--model {one_line(model)}: a folder without open_clip_config.json and without model/")
+        model = f"local-dir:{inner}"
+    elif path.suffix in WEIGHT_SUFFIXES and path.is_file() and pretrained is None:
+        model, pretrained = architecture_of(path), model
+    built = build_model(model, pretrained)
+    built.towers.eval()
+    if built.loaded_scale is None:
+        print(
+            f"warning: {one_line(model)} has random weights, and what it answers is chance: give --pretrained, a "
+            "tag or a checkpoint file",
+            file=sys.stderr,
+        )
+    return built

@@ -1,0 +1,177 @@
+"""evaluate_text.py: a text model and a BEIR folder -> results and TREC files; finished runs -> a comparison."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmclip import distributed
+from mmclip.config.text_evaluate import TextEvaluateSettings
+from mmclip.data.beir import TextCollection, open_beir
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation.comparison import compare, verdicts
+from mmclip.evaluation.results import NATIVE, Results, load_results, save_results
+from mmclip.evaluation.runs import run_names, told_of
+from mmclip.evaluation.text_evaluation import evaluate_text, native_scoring
+from mmclip.evaluation.trec import (
+    QRELS_FILE,
+    RUN_ENDING,
+    RUNS,
+    measurable,
+    measure_run,
+    read_run,
+    require_trec_ids,
+    write_qrels,
+    write_run,
+)
+from mmclip.metrics import rank as metrics
+from mmclip.metrics.significance import against_first
+from mmclip.models.metadata import versions
+from mmclip.models.text_encoder import TextModel
+from mmclip.models.text_open import encoding, open_text_model
+from mmclip.output_paths import default_output, output_folder
+from mmclip.reporting.diagnostics_table import print_diagnostics
+from mmclip.reporting.table_parts import make_console
+from mmclip.reporting.text_tables import COLUMNS, MAIN, files_table, print_text_comparison, print_text_run
+from mmclip.training.log import progress_bar
+
+Json = dict[str, Any]
+
+
+def evaluate_text_model(settings: TextEvaluateSettings) -> None:
+    """Everything that evaluate_text.py does. Errors: UsageError, one line, before a model is loaded where possible."""
+    others = {name: load_text_run(path) for name, path in run_names(settings.compare or []).items()}
+    control = load_text_run(settings.control) if settings.control else None
+    baseline = load_text_run(settings.baseline) if settings.baseline else None
+    collection = open_beir(settings.data, settings.split) if settings.data is not None else None
+    files: dict[str, dict[str, dict[str, float]]] = {}
+    if collection is not None:
+        if settings.model is not None and settings.run_depth:
+            require_trec_ids(collection)
+        for name, path in run_names(settings.run or []).items():
+            files[name], notes = read_run(Path(path), collection)
+            for note in notes:
+                print(f"warning: {one_line(path)}: {note}", file=sys.stderr)
+    runs: dict[str, Results] = {}
+    if settings.model is not None and collection is not None:
+        name, results = _evaluate(settings, settings.model, collection)
+        runs[name] = results
+    if files and collection is not None:
+        _print_files(collection, runs, files)
+    runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
+    found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
+    if settings.control is not None and not found:
+        raise UsageError(
+            f"--control {one_line(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
+            "length (gamma_d below 1), so there is nothing to give a verdict on"
+        )
+    if settings.model is None and len(runs) == 1 and not found:
+        name, results = next(iter(runs.items()))
+        print_text_run(results, name)
+    elif len(runs) > 1 or found:
+        print_text_comparison(runs, found)
+
+
+def _evaluate(settings: TextEvaluateSettings, asked: str, collection: TextCollection) -> tuple[str, Results]:
+    folder = text_run_folder(asked)
+    name = folder.name if folder else asked
+    where = output_folder(settings.output, default_output(folder, asked, collection.path, collection.split))
+    for note in collection.notes:
+        print(f"warning: {one_line(collection.path)}: {note}", file=sys.stderr)
+    model = open_text_model(settings, distributed.start(settings.device))
+    native, alpha = native_scoring(model)
+    removed = f" ({', '.join(model.removed)} taken off)" if model.removed else ""
+    print(
+        f"evaluating {one_line(asked)}{removed} on {len(collection.queries):,} queries and "
+        f"{len(collection.documents):,} documents of {one_line(collection.path)} [{one_line(collection.split, 60)}]",
+        file=sys.stderr,
+    )
+    query, document = (
+        model.encode(texts, role, settings.encode_batch_size)
+        for role, texts in (("query", collection.queries), ("document", collection.documents))
+    )
+    with progress_bar() as bar:
+        task = bar.add_task("ranking", total=None, note="")
+        done = evaluate_text(
+            collection,
+            query,
+            document,
+            native,
+            _about(settings, asked, model),
+            alpha=alpha,
+            fisher=settings.fisher,
+            depth=settings.run_depth,
+            seed=settings.seed,
+            block_bytes=settings.block_bytes,
+            progress=lambda scored, total: bar.update(task, completed=scored, total=total),
+        )
+    if settings.run_depth:
+        (where / RUNS).mkdir(exist_ok=True)
+        for scoring, ranked in done.runs.items():
+            path = where / RUNS / f"{scoring}{RUN_ENDING}"
+            write_run(path, collection, ranked, f"mmclip.{scoring}", settings.run_depth)
+        write_qrels(where / QRELS_FILE, collection)
+    print_text_run(done.results, name)
+    if settings.fisher:
+        print_diagnostics(done.results, name)
+    print(f"results: {one_line(save_results(done.results, where))}")
+    return name, done.results
+
+
+def _about(settings: TextEvaluateSettings, asked: str, model: TextModel) -> Json:
+    return {
+        "model": asked,
+        "weights": "random" if settings.random_init else "loaded",
+        "notes": list(model.notes),
+        **encoding(model),
+        "trained_with": dict(model.facts),
+        "versions": versions(),
+    }
+
+
+def _print_files(
+    collection: TextCollection, runs: dict[str, Results], files: dict[str, dict[str, dict[str, float]]]
+) -> None:
+    """Somebody's run files, below what the model does natively where there is one: nDCG@10 paired with the first."""
+    rates = measurable((k for k, _ in COLUMNS), collection.gains)
+    if MAIN not in rates:
+        raise UsageError(f"--run: {one_line(collection.path)} has gains that are no small whole numbers, and "
+                         "ir_measures takes none but them")  # fmt: skip
+    values = {
+        f"{name} (native)": {k: r.query_values("retrieval", "q2d", NATIVE, k).astype(np.float64) for k in rates}
+        for name, r in runs.items()
+    }
+    values |= {name: measure_run(collection, run, rates) for name, run in files.items()}
+    clusters = np.arange(len(collection.queries))
+    told = {
+        name: dict(zip(rates, metrics.mean_intervals(np.column_stack(list(v.values())), clusters), strict=True))
+        for name, v in values.items()
+    }
+    paired = against_first([v[MAIN] for v in values.values()])
+    make_console().print(files_table(told, [None, *paired]))
+
+
+def text_run_folder(model: str) -> Path | None:
+    """The run that a --model names, by its own folder or by its model/ folder; None for any other model."""
+    path = Path(model)
+    if (path / "model" / "modules.json").is_file():
+        return path
+    if path.name == "model" and (path / "mmclip.json").is_file() and (path.parent / "config.yaml").is_file():
+        return path.parent
+    return None
+
+
+def load_text_run(path: str) -> Results:
+    """A finished text evaluation. Errors: UsageError for files that are missing, damaged, not whole, or not of text."""
+    results = load_results(path)
+    if "q2d" not in results.json["retrieval"]:
+        raise UsageError(f"{one_line(path)}: not a text evaluation: it has no direction q2d; see scripts/evaluate.py")
+    with told_of(path):
+        print_text_run(results, console=make_console(io.StringIO()))
+        compare(results, results, resamples=2)
+        float(results.json["evaluation"]["native"]["gamma_d"])
+    return results

@@ -1,0 +1,194 @@
+"""rag.py: encode once, rank under every scoring, ask a reader with the best documents, and tell what it answered."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.text import Text
+from torch import Tensor
+
+from mmclip import distributed
+from mmclip.config.rag import SCORINGS, RagSettings
+from mmclip.data.beir import QUERIES, TextCollection, open_beir
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation.results import NATIVE, json_text
+from mmclip.evaluation.text_evaluation import native_scoring
+from mmclip.io import lock_folder, write_text_atomically
+from mmclip.models import metadata as facts
+from mmclip.models.text_open import open_text_model, text_precision
+from mmclip.reporting.formats import NONE, delta, rate
+from mmclip.reporting.table_parts import column, gap, make_console, new_table, row
+from mmclip.retrieval.ranking import rank
+from mmclip.similarity import Exponents, Normalization
+from mmclip.tasks.rag import CLOSED_PROMPT, DOCUMENTS, PROMPT, QUESTION, read_template
+from mmclip.tasks.rag_check import CLOSED, COSINE, EM, F1, Q2D, RECALL, Lists, Predictions, check
+from mmclip.tasks.rag_reader import open_reader
+
+RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
+Json = dict[str, Any]
+
+
+def run_rag(settings: RagSettings) -> Json:
+    """Everything that rag.py does; returns rag.json's content. Errors: UsageError, one line."""
+    assert settings.data is not None and settings.reader is not None and settings.model is not None
+    template = read_template(settings.prompt_file, PROMPT, (DOCUMENTS, QUESTION), "--prompt-file")
+    closed = read_template(settings.closed_prompt_file, CLOSED_PROMPT, (QUESTION,), "--closed-prompt-file")
+    device = distributed.start(settings.device)
+    half = text_precision(settings.precision, device) != "fp32"
+    collection = answerable(open_beir(settings.data, settings.split), settings.limit, settings.seed)
+    if settings.top_k > len(collection.documents):
+        raise UsageError(
+            f"--top-k {settings.top_k}: {one_line(settings.data)} has {len(collection.documents)} documents"
+        )
+    reader = open_reader(
+        settings.reader, template, closed, device=device, dtype=torch.bfloat16 if half else torch.float32,
+        max_new_tokens=settings.max_new_tokens, max_input_tokens=settings.max_input_tokens,
+        batch_size=settings.reader_batch_size,
+    )  # fmt: skip
+    for question in collection.queries:
+        reader.prompt(question, ())  # one that is too long by itself is told before anything is encoded
+    where = _folder(settings)
+    lock = lock_folder(where)
+    store = Predictions(where / PREDICTIONS_FILE)
+    for note in collection.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"{len(collection.queries):,} queries of {one_line(collection.path)} [{one_line(collection.split, 60)}], "
+          f"{len(collection.documents):,} documents -> {one_line(where)}", file=sys.stderr)  # fmt: skip
+    lists, native = _retrieve(settings, collection, device)
+    results = {
+        "model": settings.model,
+        "native": {"gamma_q": float(native.gamma_q), "gamma_d": float(native.gamma_d)},
+        "data": {
+            "path": collection.path,
+            "split": collection.split,
+            "fingerprint": collection.fingerprint(),
+            "n_queries": len(collection.queries),
+            "n_documents": len(collection.documents),
+            "notes": collection.notes,
+        },
+        "reader": reader.facts,
+        "prompt": template.text,
+        "closed_prompt": closed.text if settings.closed_book else None,
+        "top_k": settings.top_k,
+        **check(collection, lists, reader, store, closed_book=settings.closed_book, seed=settings.seed),
+        "versions": facts.versions(),
+    }
+    write_text_atomically(where / RAG_FILE, json_text(results, indent=1))
+    print_rag(results)
+    print(f"results: {one_line(where / RAG_FILE)}")
+    if lock is not None:
+        lock.close()
+    return results
+
+
+def answerable(collection: TextCollection, limit: int | None = None, seed: int = 0) -> TextCollection:
+    """The queries that have accepted answers, ``limit`` of them drawn by ``seed``. Errors: UsageError for none."""
+    kept = [row for row, found in enumerate(collection.answers or ()) if found]
+    if not kept:
+        raise UsageError(
+            f"{one_line(Path(collection.path) / QUERIES)}: no query of split {one_line(collection.split, 60)!r} has "
+            'answers; add them to its line: {"_id": …, "text": …, "answers": ["an accepted answer", …]}'
+        )
+    notes = list(collection.notes)
+    if left := len(collection.queries) - len(kept):
+        notes.append(f"{left} quer{'y' if left == 1 else 'ies'} without answers left out")
+    if limit is not None and limit < len(kept):
+        kept = sorted(np.random.default_rng(seed).choice(kept, limit, replace=False).tolist())
+    new = {old: i for i, old in enumerate(kept)}
+    pairs = np.isin(collection.pairs[:, 0], kept)
+    assert collection.answers is not None
+    return replace(
+        collection,
+        query_ids=[collection.query_ids[q] for q in kept],
+        queries=[collection.queries[q] for q in kept],
+        pairs=np.array([(new[int(q)], d) for q, d in collection.pairs[pairs]], dtype=np.int64).reshape(-1, 2),
+        gains=collection.gains[pairs],
+        excluded={new[q]: rows for q, rows in collection.excluded.items() if q in new},
+        answers=[collection.answers[q] for q in kept],
+        notes=notes,
+    )
+
+
+def _retrieve(
+    settings: RagSettings, collection: TextCollection, device: torch.device
+) -> tuple[dict[str, Lists], Exponents]:
+    """(each scoring's lists, native's exponents); the encoder is let go of before the reader's weights come."""
+    model = open_text_model(settings, device)
+    native, _ = native_scoring(model)
+    if model.removed:
+        print(f"note: {', '.join(model.removed)} taken off the end of {one_line(settings.model)}", file=sys.stderr)
+    query, document = (
+        model.encode(texts, role, settings.encode_batch_size)
+        for texts, role in ((collection.queries, "query"), (collection.documents, "document"))
+    )
+    del model
+    gc.collect()
+    asked = dict.fromkeys([COSINE, *(settings.scorings or SCORINGS)])
+    exponents = {s: native if s == NATIVE else Normalization(s).exponents for s in asked}
+    return best_documents(query.to(device), document.to(device), collection, exponents, settings.top_k), native
+
+
+def best_documents(
+    query: Tensor, document: Tensor, collection: TextCollection, scorings: Mapping[str, Exponents], top_k: int
+) -> dict[str, Lists]:
+    """The best ``top_k`` document rows of every query under each scoring, without those that it excludes.
+
+    query [Q, D], document [N, D]: raw vectors.
+    """
+    more = max((len(rows) for rows in collection.excluded.values()), default=0)
+    ranked = rank(query, document, collection.pairs, scorings, gains=collection.gains,
+                  top_k=dict.fromkeys(scorings, top_k + more))  # fmt: skip
+    none: list[int] = []
+    return {
+        name: [
+            [int(d) for d in ids if d not in collection.excluded.get(q, none)][:top_k]
+            for q, ids in enumerate(found.top_ids)
+        ]
+        for name, found in ranked.items()
+    }
+
+
+def _folder(settings: RagSettings) -> Path:
+    """--output, made. Errors: UsageError."""
+    names = (settings.model, settings.data, settings.split, settings.reader)
+    default = "-".join(re.sub(r"[^\w.-]+", "-", Path(str(n)).name).strip("-.") for n in names)
+    where = Path(settings.output) if settings.output else Path("logs") / "rag" / default
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {one_line(where)}: cannot be made a folder: {error.strerror}") from None
+    return where
+
+
+def print_rag(results: Json) -> None:
+    """The table: no documents, then each list once with all scorings that have it."""
+    section, k = results["rag"], results["top_k"]
+    groups: dict[str, list[str]] = {}
+    for name in section[Q2D]:
+        groups.setdefault(results["alike"].get(name, name), []).append(name)
+    rows = {"no documents": (section[CLOSED], CLOSED)} if CLOSED in section else {}
+    rows |= {" = ".join(names): (section[Q2D][first], first) for first, names in groups.items()}
+    table = new_table("")
+    for top, names in (("", (EM, F1, f"answer@{k}")), ("to cosine", (EM, F1, f"answer@{k}")), ("", ("cut",))):
+        gap(table)
+        for i, name in enumerate(names):
+            column(table, top if i == 0 else "", name.upper() if name in (EM, F1) else name)
+    for title, (numbers, name) in rows.items():
+        changes = results["to_cosine"].get(name, {})
+        cells = [rate(numbers[m], numbers["ci"].get(m)) for m in (EM, F1, RECALL)]
+        gains = [delta(changes[m]) if m in changes else NONE for m in (EM, F1, RECALL)]
+        row(table, [title, "", *cells, "", *gains, "", f"{numbers['prompts_cut']:,}"])
+    console = make_console()
+    data = results["data"]
+    told = f" · reader {results['reader']['name']}, top {k} of {data['n_documents']:,}, {data['n_queries']:,} queries"
+    console.print(Text.assemble((one_line(results["model"], 60), "bold"), one_line(told, 200)))
+    console.print(table)
+    console.print(Text("answer@k: an accepted answer stands in a document; cut: prompts whose documents were cut"))

@@ -1,0 +1,124 @@
+"""open_clip's CSV as a data set: a picture's path and a caption a row; rows of one path are one image."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmclip.config.files import nearest
+from mmclip.data.image_text import BadSample, ImageTextData, picture_size
+from mmclip.data.tarindex import MAX_CAPTION_BYTES
+from mmclip.errors import UsageError, one_line, reason
+
+# Read as one more row; a quote that is never closed swallows it. No file has this text by chance.
+_END = "\x02end\x03"
+
+
+def index_csv(path: Path, img_key: str, caption_key: str, separator: str) -> ImageTextData:
+    """The images of a CSV in the order of their first rows, their captions in the order of the rows.
+
+    A path is looked for from the current folder, as open_clip does, then beside the CSV. Rows without path or caption,
+    with more fields than the header, of undecodable text, or of a picture that is not there are in ``skipped``.
+    Errors: UsageError for a file that cannot be read, a missing column, a quote never closed.
+    """
+    data = ImageTextData(str(path), "csv", [], [], [])
+    row_of: dict[str, int] = {}
+    missing: dict[str, str] = {}
+    for number, key, caption, too_many in _rows(path, img_key, caption_key, separator):
+        fault = _fault(key, caption, too_many) or missing.get(key)
+        if fault is None and key not in row_of:
+            place, fault = _place(path, key)
+            if fault is None:
+                row_of[key] = len(data.keys)
+                data.keys.append(key)
+                data.captions.append([])
+                data.places.append((str(place), -1, 0))
+            else:
+                missing[key] = fault
+        if fault is None:
+            data.captions[row_of[key]].append(caption)
+        else:
+            data.skipped.append(BadSample(key or f"line {number}", str(path), f"{fault}, line {number}"))
+    return data
+
+
+def _fault(key: str, caption: str, too_many: bool) -> str | None:
+    if too_many:
+        return "more fields than the header"
+    if not key or not caption:
+        return "no caption" if key else "no image path"
+    if any("\ud800" <= c <= "\udfff" for c in key + caption):
+        return "an undecodable caption or path: not UTF-8"
+    if len(caption) > MAX_CAPTION_BYTES:
+        return f"a caption of {len(caption):,} characters (at most {MAX_CAPTION_BYTES:,})"
+    return None
+
+
+def _place(path: Path, key: str) -> tuple[Path, str | None]:
+    """(where the picture is, None), or why it cannot be used."""
+    fault = "no such picture"
+    for place in (Path(key), path.parent / key):
+        try:
+            picture_size(place)
+            return place, None
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            fault = error.strerror or fault
+        except ValueError as error:
+            fault = str(error)
+    return Path(key), fault
+
+
+def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, str, str, bool]]:
+    """(line, path, caption, whether there are more fields than columns) of each row."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    separator = "\t" if separator == "\\t" else separator  # as it is typed in a shell
+    if len(separator) != 1 or separator in '"\r\n' + _END:
+        raise UsageError(f"--csv-separator {separator!r}: a single character is expected, no quote and no line break")
+    limit = csv.field_size_limit(2**31 - 1)  # the csv module's own: a long caption is a fault of its row only
+    try:
+        # Undecodable bytes become surrogates, which name their row; the mark of some editors' UTF-8 is dropped.
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            reader = csv.reader(itertools.chain(file, ["\n", _END]), delimiter=separator)
+            columns = next(reader)
+            _check_columns(path, columns, img_key, caption_key, separator)
+            places = columns.index(img_key), columns.index(caption_key)
+            before = reader.line_num
+            for row in reader:
+                if row == [_END] and next(reader, None) is None:
+                    return
+                if any(_END in cell for cell in row):  # swallowed
+                    raise UsageError(f"{path}, line {before + 1} or later: a quote that is never closed")
+                if row:
+                    key, caption = (row[i].strip() if i < len(row) else "" for i in places)
+                    yield reader.line_num, key, caption, len(row) > len(columns)
+                before = reader.line_num
+    except (csv.Error, OSError, ValueError, TypeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path}: not readable as CSV: {reason(error)}") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_columns(path: Path, columns: list[str], img_key: str, caption_key: str, separator: str) -> None:
+    shown = [one_line(c, 60) for c in columns]
+    for wanted, flag in ((img_key, "--csv-img-key"), (caption_key, "--csv-caption-key")):
+        if wanted not in columns:
+            other = (
+                next((s for s in ",;\t|" if s != separator and wanted in columns[0].split(s)), None)
+                if columns
+                else None
+            )
+            hint = f"; did you mean --csv-separator {other!r}?" if other else nearest(wanted, shown)
+            raise UsageError(
+                f"{path}: no column {one_line(wanted)!r} ({flag}){hint}; "
+                f"with --csv-separator {separator!r} its columns are: "
+                f"{one_line(', '.join(shown) or 'none, the file is empty', 160)}"
+            )
+        if columns.count(wanted) > 1:
+            raise UsageError(f"{path}: {columns.count(wanted)} columns are called {one_line(wanted, 60)!r} ({flag})")

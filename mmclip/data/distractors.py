@@ -1,0 +1,234 @@
+"""Built-in candidates that match nothing, made out of the evaluation set itself: pictures and captions.
+
+    blank            image   one random colour
+    noise            image   random cells of colour, 64 along the short side: finer noise would be averaged away where
+                             a large picture is resized to a model's input
+    blurred          image   the picture under a Gaussian blur of an eighth of its short side, at least a pixel
+    shuffled         image   the picture's patches, 8 by 8, each moved to another place
+    boilerplate      text    what alt texts of the web say where they say nothing: "Stock photo", "Click to enlarge"
+    shuffled-words   text    a caption's own words in another order
+
+All of them count as irrelevant to every query. For blank, noise and boilerplate that is the plain truth. blurred,
+shuffled and shuffled-words are **near-duplicates on purpose**: each keeps the colours, textures or words of something
+that *is* relevant, and a person might still accept some ("a dog and a cat" in another order). Counting them as
+irrelevant is a decision, and it asks another question: not whether a model knows a document that says nothing, but
+whether it tells a document from its own wreck. Numbers with them are not numbers about ordinary irrelevant documents,
+so each kind had better be reported by itself.
+
+Pictures depend on the decoded pixels and the seed only, hence not on their order, on workers, or on files' names; equal
+pictures have equal distractors. Captions depend on the set of captions and the seed, and not on their order.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter
+from torch import Tensor
+
+from mmclip.errors import UsageError, one_line
+
+KINDS = {
+    "blank": "image",
+    "noise": "image",
+    "blurred": "image",
+    "shuffled": "image",
+    "boilerplate": "text",
+    "shuffled-words": "text",
+}  # name -> the side whose candidates it adds to
+
+TWINS = ("blurred", "shuffled")  # made out of one picture of the data, and like it in what is left of it
+NOISE_CELLS = 64  # along the short side
+BLUR = 1 / 8  # standard deviation of the blur, as a fraction of the short side
+PATCHES = 8  # along each side of a shuffled picture
+_TRIES = 20  # random orders of a caption's words before it counts as having no new one
+
+# Any of the first, alone or with any of the second: nothing here names what a picture could show.
+_HEADS = (
+    *("Image", "Untitled", "Stock photo", "Royalty-free image", "Photo of the day", "Image not available"),
+    *("No description available", "Placeholder image", "Thumbnail", "Featured image", "Main image", "Teaser image"),
+    *("Photo gallery", "Image gallery", "Picture 1 of 12", "Item 3 of 9", "Fig. 2", "Attachment", "Header image"),
+    *("Default picture", "Upload", "File photo", "Courtesy photo", "Handout photo", "Archive photo", "Media asset"),
+    *("Advertisement", "Sponsored content", "Related article", "Preview", "Cover image", "HD wallpaper"),
+    *("IMG_2047.JPG", "DSC00318.jpg", "header-final-v2.png", "image001.gif", "Scan0004", "Photo by contributor"),
+)
+_TAILS = (
+    *("click to enlarge", "click here to see more", "view full size", "zoom in", "open original"),
+    *("all rights reserved", "editorial use only", "used with permission", "image via press release"),
+    *("download now", "free download", "high resolution", "1920 x 1080", "75% off today", "buy prints online"),
+    *("share this", "save to favourites", "order now", "subscribe to our newsletter", "read more", "page 2"),
+    *("photo credit unknown", "source: internet", "copyright 2014", "licence required", "loading, please wait"),
+)
+_JOINTS = (" - ", " | ", ", ", ": ", " (", " / ")
+
+Array = NDArray[Any]
+
+
+def corrupt(kind: str, image: Image.Image, seed: int) -> Image.Image:
+    """A distractor of ``kind`` made of ``image``: RGB, of the image's size; ``image`` itself stays as it is.
+
+    Any mode is taken and read as RGB first (transparency is dropped). A picture of one pixel has no other order and
+    nothing to blur: it comes back as it is. Errors: UsageError for a kind that makes no pictures.
+    """
+    _check(kind, "image")
+    picture = image.convert("RGB")
+    width, height = picture.size
+    rng = _rng(kind, seed, picture.size, picture.tobytes())
+    if kind == "blank":
+        red, green, blue = (int(x) for x in rng.integers(0, 256, 3))
+        return Image.new("RGB", picture.size, (red, green, blue))
+    if kind == "noise":
+        scale = min(1.0, NOISE_CELLS / min(picture.size))
+        cells = rng.integers(0, 256, (max(1, round(height * scale)), max(1, round(width * scale)), 3), dtype=np.uint8)
+        return Image.fromarray(cells).resize(picture.size, Image.Resampling.NEAREST)
+    if kind == "blurred":
+        return picture.filter(ImageFilter.GaussianBlur(max(1.0, BLUR * min(picture.size))))
+    return Image.fromarray(_shuffled(np.array(picture), rng))
+
+
+def _shuffled(pixels: Array, rng: np.random.Generator) -> Array:
+    """Every patch of pixels [H, W, 3] moved: the same pixels elsewhere, but for the fewer than ``PATCHES`` rows and
+    columns that equal patches leave over at the lower and right edge, which stay."""
+    rows, columns = (min(PATCHES, n) for n in pixels.shape[:2])
+    high, wide = pixels.shape[0] // rows, pixels.shape[1] // columns
+    inner = pixels[: rows * high, : columns * wide]
+    patches = inner.reshape(rows, high, columns, wide, 3).swapaxes(1, 2).reshape(rows * columns, high, wide, 3)
+    order = rng.permutation(len(patches))
+    moved = np.empty_like(patches)
+    moved[order] = patches[np.roll(order, 1)]  # one cycle through all places: none keeps its own
+    inner[:] = moved.reshape(rows, columns, high, wide, 3).swapaxes(1, 2).reshape(inner.shape)
+    return pixels
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """``transform`` of a picture's distractor: what :meth:`mmclip.embeddings.encode.Runner.images` takes as transform.
+
+    It can be pickled where ``transform`` can. Errors: UsageError for a kind that makes no pictures.
+    """
+
+    kind: str
+    transform: Callable[[Any], Tensor]
+    seed: int
+
+    def __post_init__(self) -> None:
+        _check(self.kind, "image")
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        return self.transform(corrupt(self.kind, image, self.seed))
+
+
+def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]:
+    """``n`` different captions of ``kind``, none of them among ``captions`` (whatever the case and the spaces).
+
+    boilerplate: some 6,000 combinations; asked for more, they come again with a number, which adds little.
+    shuffled-words: each different caption once, as far as its words have an order that is nobody's caption; asked for
+    more, they come again in yet another order. A caption of one word, or of equal words, is left out. Where there are
+    fewer than ``n`` such orders, fewer are returned.
+    Errors: UsageError where they have none, and for a kind that makes no captions.
+
+    >>> captions("shuffled-words", ["red square", "square", "the the"], 1, seed=0)
+    ['square red']
+    """
+    _check(kind, "text")
+    taken = {_plain(c) for c in captions}
+    found: list[str] = []
+    source = _boilerplate(seed) if kind == "boilerplate" else _shuffled_words(sorted(set(captions)), seed, taken)
+    while len(found) < n:
+        text = next(source, None)
+        if text is None and found:
+            return found
+        if text is None:
+            raise UsageError(f"{kind}: the words of {len(captions)} captions have no order that is no caption")
+        if _plain(text) not in taken:
+            taken.add(_plain(text))
+            found.append(text)
+    return found
+
+
+def _boilerplate(seed: int) -> Iterator[str]:
+    """Without end: all combinations in random order, then with numbers."""
+    every = [*_HEADS, *(tail.capitalize() for tail in _TAILS)]
+    every += [f"{a}{joint}{b}{')' * (joint == ' (')}" for a, joint, b in product(_HEADS, _JOINTS, _TAILS)]
+    order = _rng("boilerplate", seed).permutation(len(every))
+    for round_ in count(1):
+        for i in order:
+            yield every[i] if round_ == 1 else f"{every[i]} #{round_}"
+
+
+def _shuffled_words(different: list[str], seed: int, taken: set[str]) -> Iterator[str]:
+    """Round by round an order of each caption's words that is not ``taken`` (which grows); ends where none is left."""
+    open_ = [different[i] for i in _rng("shuffled-words", seed).permutation(len(different))]
+    for round_ in count():
+        still_open = []
+        for caption in open_:
+            words = caption.split()
+            rng = _rng("shuffled-words", seed, caption, round_)
+            for _ in range(_TRIES if len(set(words)) > 1 else 0):
+                text = " ".join(words[i] for i in rng.permutation(len(words)))
+                if _plain(text) not in taken:
+                    still_open.append(caption)
+                    yield text
+                    break
+        if not still_open:
+            return
+        open_ = still_open
+
+
+def parse_distractors(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of ``--distractors`` -> (built-in kinds, data sources), each once, in their order.
+
+    A kind's name is that kind; a folder of this name is meant by ``./NAME``. A source is builtin:…, a path that exists,
+    or what looks like a path or pattern (a separator, a wildcard, a brace, .tar, .csv, .tsv): whether it can be read is
+    found out by :func:`mmclip.data.shards.open_data`. Errors: UsageError for any other name.
+
+    >>> parse_distractors(["blank", "builtin:scenes", "shards/{0..3}.tar"])
+    (['blank'], ['builtin:scenes', 'shards/{0..3}.tar'])
+    """
+    kinds = [name for name in names if name in KINDS]
+    data = [name for name in names if name not in KINDS]
+    for name in data:
+        if not _is_source(name):
+            raise UsageError(
+                f"--distractors {one_line(name) or repr(name)}: no built-in kind and no data there; valid: "
+                f"{', '.join(KINDS)}, or data as --data takes them"
+            )
+    return list(dict.fromkeys(kinds)), list(dict.fromkeys(data))
+
+
+def _is_source(name: str) -> bool:
+    looks = name.startswith("builtin:") or any(c in name for c in "/\\{") or glob.has_magic(name)
+    if looks or name.lower().endswith((".tar", ".csv", ".tsv")):
+        return True
+    try:
+        return bool(name.strip()) and Path(name).exists()
+    except (OSError, ValueError):  # longer than a name may be, or with a null byte in it
+        return False
+
+
+def _check(kind: str, side: str) -> None:
+    valid = [name for name, its in KINDS.items() if its == side]
+    if kind not in valid:
+        word = "pictures" if side == "image" else "captions"
+        raise UsageError(f"{one_line(kind)} is no kind of distractor {word}; valid: {', '.join(valid)}")
+
+
+def _plain(caption: str) -> str:
+    return " ".join(caption.split()).casefold()
+
+
+def _rng(*parts: object) -> np.random.Generator:
+    """Random numbers that depend on ``parts`` alone: the same in every process, whatever else is drawn."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return np.random.default_rng(int.from_bytes(digest.digest(), "little"))

@@ -1,0 +1,139 @@
+"""A data set as a run uses it: read live, or replaced by cached outputs of a locked trunk; for training and for
+evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmclip import distributed
+from mmclip.config.augmentation import parse_aug_cfg
+from mmclip.config.clip import TrainSettings
+from mmclip.data.image_text import ImageTextData
+from mmclip.data.loading import Batch, TrainBatches
+from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text
+from mmclip.embeddings.trunk_cache import cached_trunk
+from mmclip.models.factory import Model
+from mmclip.models.pixels import as_bytes, least_side
+from mmclip.training.skipped import by_key
+
+
+@dataclasses.dataclass
+class Source:
+    """Images with captions; ``cached`` holds trunk outputs by side: a row an image, a row a caption."""
+
+    data: ImageTextData
+    cached: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        data: ImageTextData,
+        model: Model,
+        runner: Runner,
+        cache_dir: Path | None,
+        label: str,
+        sides: Sequence[str] = ("image", "text"),
+    ) -> Source:
+        """``data`` as it is, or, with a ``cache_dir``, with the outputs of every locked trunk of ``sides``.
+
+        The cache is that of the whole data set, however small a part ``data`` is. Images that a trunk could not be
+        given are left out of the data. Under torchrun rank 0 fills the cache.
+        """
+        source = cls(data, skipped=by_key(data.skipped))
+        if cache_dir is None:
+            return source
+        for side in [s for s, locked in model.towers.locked.items() if locked and s in sides]:
+            origin = source.data.origin()
+            if distributed.world()[0] != 0:
+                distributed.barrier()
+            rows = origin.pictures if side == "image" else origin.texts
+            features, bad = cached_trunk(side, model, origin.whole, cache_dir, runner, f"{label}: {side} trunk", rows)
+            if distributed.world()[0] == 0:
+                distributed.barrier()
+            source.cached[side] = features
+            if bad:
+                lost = [row for row, picture in enumerate(origin.pictures) if picture in bad]
+                source.skipped |= {source.data.keys[row]: bad[origin.pictures[row]] for row in lost}
+                kept = sorted(set(range(len(source.data))) - set(lost))
+                source.cached[side] = features[kept]
+                source.data = source.data.subset(kept)
+        return source
+
+    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
+        """(a side of a batch, pictures still as they were read; whether it is a trunk's output)."""
+        if side in self.cached:
+            rows = batch.image_id if side == "image" else batch.caption_row
+            return self.cached[side][rows].to(device, non_blocking=True), True
+        live = batch.images if side == "image" else batch.tokens
+        assert live is not None, "the loader reads whatever is not cached"
+        return live.to(device, non_blocking=True), False
+
+    def batches(self, settings: TrainSettings, model: Model, pin: bool = False) -> TrainBatches:
+        rank, ranks = distributed.world()
+        transform = model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg))
+        return TrainBatches(
+            self.data,
+            as_bytes(transform),
+            model.tokenize,
+            batch_size=settings.batch_size,
+            accum_freq=settings.accum_freq,
+            loss_batch_size=settings.loss_batch_size,
+            seed=settings.seed,
+            workers=settings.workers,
+            drop_last=not settings.keep_last,
+            rank=rank,
+            world_size=ranks,
+            images="image" not in self.cached,
+            text="text" not in self.cached,
+            shorten=None if settings.torchcompile else model.towers.shortened,  # compiled once, for one shape
+            pin=pin,
+            least=least_side(transform) if settings.fast_decode else None,
+        )
+
+    def vectors(
+        self, side: str, model: Model, runner: Runner, label: str, rows: Sequence[int] | None = None
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Raw vectors of a side, or of its ``rows`` (captions are counted through all images): ([n, D], {row: why}).
+
+        An image that cannot be read leaves a row of NaN and its reason.
+        """
+        model.towers.eval()
+        if side in self.cached:
+            inputs = self.cached[side]
+            return self._through_head(side, inputs if rows is None else inputs[rows], model, runner), {}
+        if side == "image":
+            data = self.data if rows is None else self.data.subset(rows)
+            return runner.images(encode_image(model), data, as_bytes(model.transform()), label=f"{label}: images")
+        captions = [c for image in self.data.captions for c in image]
+        captions = captions if rows is None else [captions[row] for row in rows]
+        return runner.texts(encode_text(model), captions, model.tokens, label=f"{label}: captions"), {}
+
+    def embed(self, model: Model, runner: Runner, label: str) -> Embeddings:
+        """Raw vectors of every image and caption; an image that cannot be read goes with its captions."""
+        captions = [c for image in self.data.captions for c in image]
+        owner = [row for row, image in enumerate(self.data.captions) for _ in image]
+        image, bad = self.vectors("image", model, runner, label)
+        text, _ = self.vectors("text", model, runner, label)
+        kept = [row for row in range(len(self.data)) if row not in bad]
+        new_row = {row: i for i, row in enumerate(kept)}
+        kept_texts = [i for i, row in enumerate(owner) if row in new_row]
+        return Embeddings(
+            image[kept],
+            text[kept_texts],
+            [new_row[owner[i]] for i in kept_texts],
+            [self.data.keys[row] for row in kept],
+            [captions[i] for i in kept_texts],
+            self.skipped | {self.data.keys[row]: why for row, why in bad.items()},
+        )
+
+    @torch.no_grad()
+    def _through_head(self, side: str, inputs: Tensor, model: Model, runner: Runner) -> Tensor:
+        with runner.autocast():
+            parts = [model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in inputs.split(4096)]
+        return torch.cat(parts)

@@ -1,0 +1,231 @@
+"""clip-benchmark's own command line, with the model type ``mmclip`` and a scoring added. Its source stays as it is.
+
+**Replaced while it runs**, where no argument helps (version 1.6.2); the tests fail where one is no longer needed:
+
+    cli.run                                  wrapped, to correct the settings of each evaluation before it starts:
+                                             --output with a model's slashes, more workers than shards, autocast that
+                                             turns scores into bfloat16 on a CPU, the task of a retrieval folder
+    metrics.zeroshot_retrieval.recall_at_k   refuses a k above the number of candidates, and takes memory for Q x k x N
+    metrics.*.accuracy                       float() of an array with an axis, an error since numpy 2.4
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmclip.commands.evaluate import load_model
+from mmclip.data.shards import is_folder, shards_of
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation.results import NATIVE
+from mmclip.evaluation.scored_model import ScoredModel
+from mmclip.io import write_text_atomically
+from mmclip.models.factory import Tokenizer
+from mmclip.models.model_names import names_a_file
+from mmclip.retrieval.hubness import native_exponents
+from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
+
+MODEL_TYPE = "mmclip"
+SCORINGS = (NATIVE, *(n.value for n in FIXED_NORMALIZATIONS))
+TASKS = ("zeroshot_classification", "zeroshot_retrieval", "image_caption_selection")
+STOCK_OUTPUT = "{dataset}_{pretrained}_{model}_{language}_{task}.json"  # clip-benchmark's default
+OUTPUT = STOCK_OUTPUT.replace(".json", "_{scoring}.json")
+HELP = f"""--scoring {{{",".join(SCORINGS)}}} is added to eval, for --model_type {MODEL_TYPE}: how a query ranks
+documents, in both directions; {NATIVE} (the default) is the normalization that the model was trained with.
+--model is a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name or a model config JSON.
+Everything else is clip-benchmark's own:
+"""
+
+
+def load(
+    scoring: str, model_name: str, pretrained: str, cache_dir: str | None, device: str
+) -> tuple[ScoredModel, Callable[[Any], Tensor], Tokenizer]:
+    """clip-benchmark's loader of the type ``mmclip``: (model, transform, tokenizer). Errors: UsageError."""
+    if cache_dir is not None:
+        raise UsageError(f"--model_cache_dir: not used by --model_type {MODEL_TYPE}; set HF_HOME instead")
+    model = load_model(model_name, pretrained or None)
+    exponents = native_exponents(model.facts) if scoring == NATIVE else Normalization(scoring).exponents
+    return ScoredModel(model.towers, exponents).to(device), model.transform(), model.tokenize
+
+
+def recall_at_k(scores: Tensor, positive_pairs: Tensor, k: int) -> Tensor:
+    """clip-benchmark's, for every k and in the memory of its inputs: [Q] share of a query's relevant documents that are
+    among its k best. scores, positive_pairs [Q, N]."""
+    best = scores.topk(min(k, scores.shape[1]), dim=1).indices
+    return positive_pairs.gather(1, best).sum(1) / positive_pairs.sum(1)
+
+
+def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...] = (1,)) -> list[float]:
+    """clip-benchmark's, for every numpy: share of targets [N] among the k best of output [N, C], for each k."""
+    hits = output.topk(max(topk), dim=1).indices == target.view(-1, 1)
+    return [int(hits[:, :k].sum()) / len(target) for k in topk]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """clip-benchmark's command line, ours added. Errors: UsageError; SystemExit from clip-benchmark's own parser."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    scoring, theirs = take_scoring(argv)
+    parts = ("cli", "models", "metrics.zeroshot_retrieval", "metrics.zeroshot_classification", "metrics.linear_probe")
+    try:
+        cli, models, *metrics = (importlib.import_module(f"clip_benchmark.{part}") for part in parts)
+    except ModuleNotFoundError as error:  # itself, or what it needs: requests, which it does not declare
+        package = str(error.name).partition(".")[0]
+        raise UsageError(f"{package} is not installed: pip install -e '.[clip-benchmark]'") from None
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+    models.TYPE2FUNC[MODEL_TYPE] = partial(load, scoring or NATIVE)
+    if MODEL_TYPE not in models.MODEL_TYPES:
+        models.MODEL_TYPES.append(MODEL_TYPE)
+    retrieval, classification, probe = metrics
+    replacements: list[tuple[Any, str, Any]] = [
+        (cli, "run", partial(_run, cli.run, cli.get_dataset_default_task, scoring)),
+        (retrieval, "recall_at_k", recall_at_k),
+        (classification, "accuracy", accuracy),
+        (probe, "accuracy", accuracy),
+        (sys, "argv", ["clip_benchmark.py", *theirs]),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.enter_context(_replaced(owner, name, value))
+        try:
+            cli.main()
+        except json.JSONDecodeError as error:  # of build, which reads the files that it is given
+            raise UsageError(f"not the JSON of an evaluation: {one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def take_scoring(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(the scoring or None, all other arguments). Errors: UsageError for a name that is no scoring.
+
+    >>> take_scoring(["eval", "--scoring", "dot", "--task", "auto"])
+    ('dot', ['eval', '--task', 'auto'])
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--scoring", choices=SCORINGS)
+    try:
+        own, theirs = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UsageError(one_line(error)) from None
+    return own.scoring, theirs
+
+
+def _run(
+    stock: Callable[[argparse.Namespace], Any],
+    default_task: Callable[[str], str],
+    scoring: str | None,
+    args: argparse.Namespace,
+) -> Any:
+    """One model on one data set: clip-benchmark's ``run`` with settings that work. Errors: UsageError."""
+    ours = args.model_type == MODEL_TYPE
+    if scoring is not None and not ours:
+        raise UsageError(f"--scoring {scoring} needs --model_type {MODEL_TYPE}: every other type is scored by cosine")
+    name = args.dataset.removeprefix("wds/")
+    root = args.dataset_root.format(dataset=name, dataset_cleaned=name.replace("/", "-"))
+    if args.dataset.startswith("wds/") and "://" not in root:
+        shards = check_folder(Path(root), args)
+        # webdataset refuses workers without a shard, and only a fork can hand its pipeline to a worker
+        args.num_workers = min(args.num_workers, shards if multiprocessing.get_start_method() == "fork" else 0)
+    if args.task == "auto":
+        args.task = default_task(name)
+    if ours:
+        if args.task not in TASKS:
+            raise UsageError(
+                f"--task {args.task}: nothing in it is ranked, so a scoring has no meaning there; take --model_type "
+                "open_clip with --model local-dir:RUN/model"
+            )
+        is_local = args.model.startswith("local-dir:") or args.model.endswith(".json") or is_folder(Path(args.model))
+        if is_local and not names_a_file(args.pretrained):
+            args.pretrained = ""  # a folder holds its own weights; clip-benchmark's default is a tag of another model
+    if ours or not torch.cuda.is_available():
+        args.amp = False
+    path = output_path(args, name, scoring or NATIVE)
+    args.output = str(path).replace("{", "{{").replace("}", "}}")  # it is formatted once more
+    path.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written is found before the work
+    skipped = args.skip_existing and path.exists()
+    try:
+        code = stock(args)
+    except ValueError as error:
+        if str(error).startswith("Unsupported"):  # data set, language: its word for a name that it does not know
+            raise UsageError(str(error)) from None
+        raise
+    if ours and not skipped:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        write_text_atomically(path, json.dumps({**written, "scoring": scoring or NATIVE}))
+    return code
+
+
+def check_folder(root: Path, args: argparse.Namespace) -> int:
+    """Number of shards of a data set folder in clip-benchmark's layout; resolves ``args.task`` auto by what it holds.
+
+    Errors: UsageError where shards are missing or not counted, or where the folder does not fit the task.
+    """
+    folder = root / args.split
+    if not is_folder(folder) or not (folder / "nshards.txt").is_file():
+        splits = sorted(p.parent.name for p in root.glob("*/nshards.txt")) if is_folder(root) else []
+        raise UsageError(
+            f"--dataset_root {one_line(root)}: no {folder.name}/nshards.txt, so no shards of --split "
+            f"{one_line(args.split)}; splits there: {one_line(', '.join(splits) or 'none')}"
+        )
+    shards = len(shards_of(folder))
+    kind = "classification"
+    if (root / "dataset_type.txt").is_file():
+        kind = (root / "dataset_type.txt").read_text(encoding="utf-8", errors="replace").strip().lower()
+    if args.task == "auto":
+        args.task = "zeroshot_retrieval" if kind == "retrieval" else "zeroshot_classification"
+    if (args.task == "zeroshot_retrieval") != (kind == "retrieval"):
+        raise UsageError(
+            f"{one_line(root)}: its dataset_type.txt says {one_line(kind, 60)}: not for --task {args.task}"
+        )
+    if args.task == "zeroshot_classification":
+        for file, flag in (("classnames.txt", "custom_classname_file"),
+                           ("zeroshot_classification_templates.txt", "custom_template_file")):  # fmt: skip
+            if not (root / file).is_file() and not getattr(args, flag):
+                raise UsageError(f"{one_line(root)}: classification needs {file} there, or --{flag}")
+    return shards
+
+
+def output_path(args: argparse.Namespace, dataset: str, scoring: str) -> Path:
+    """Where the JSON goes: ``args.output`` with clip-benchmark's names and {scoring} filled in; no name makes a folder.
+
+    Errors: UsageError for a placeholder that is not known.
+    """
+
+    def flat(text: str) -> str:
+        return re.sub(r"[^\w.-]+", "-", text).strip("-.")
+
+    template = OUTPUT if args.model_type == MODEL_TYPE and args.output == STOCK_OUTPUT else args.output
+    weights = args.pretrained or "own"
+    names: Mapping[str, str] = {
+        "model": flat(args.model),
+        "pretrained": flat(Path(weights).name if Path(weights).is_file() else weights),
+        "pretrained_full_path": flat(weights),
+        "task": args.task,
+        "dataset": dataset.replace("/", "_"),
+        "language": args.language,
+        "scoring": scoring,
+    }
+    try:
+        return Path(template.format(**names))
+    except (KeyError, IndexError, ValueError):
+        raise UsageError(f"--output {one_line(template)}: the names to fill in are {', '.join(names)}") from None

@@ -1,0 +1,299 @@
+"""Names, tags, configs and local files -> towers with weights, transforms and tokenizer; open_clip builds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import math
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mmclip.config.files import nearest
+from mmclip.errors import UsageError, one_line
+from mmclip.models.model_names import WEIGHT_FILES, check_model, check_sizes, read_facts, read_model_config, refuse_coca
+from mmclip.models.pixels import Pixels
+from mmclip.models.towers import Towers
+
+
+class Tokenizer:
+    """A stock tokenizer that a caption of any length cannot stop: BPE takes time by the square of a word's length.
+
+    Only a caption of more than max(1000, 32 * context_length) characters is touched, many more than fill the context.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+        self.longest = max(1000, 32 * stock.context_length)
+
+    def __call__(self, captions: str | list[str]) -> Tensor:
+        """[B, context_length] token ids."""
+        captions, n = [captions] if isinstance(captions, str) else captions, self.longest
+        tokens: Tensor = self.stock([c if len(c) <= n else " ".join(c.split())[:n] for c in captions])
+        return tokens
+
+    def save_pretrained(self, folder: str) -> None:
+        self.stock.save_pretrained(folder)
+
+
+@dataclasses.dataclass
+class Model:
+    """Towers with what feeds them.
+
+    preprocess_cfg is open_clip's (size, mean, std, interpolation, resize_mode); loaded_scale is exp(logit_scale) of a
+    loaded CLIP checkpoint, None for random or trunk-only weights; facts is an mmclip export's mmclip.json, else {};
+    initial says which run --init-from took it from (facts.initial), else {}.
+    """
+
+    towers: Towers
+    preprocess_cfg: dict[str, Any]
+    tokenize: Tokenizer
+    loaded_scale: float | None
+    facts: dict[str, Any]
+    initial: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def transform(self, train: bool = False, aug_cfg: dict[str, Any] | None = None) -> Callable[[Any], Tensor]:
+        """open_clip's image transform: PIL image -> [3, H, W]; ``aug_cfg`` {'none': 1} trains without augmentation."""
+        cfg = PreprocessCfg(**self.preprocess_cfg)
+        if not train or (aug_cfg and aug_cfg.get("none")):
+            return image_transform_v2(cfg, is_train=False)
+        given = {k: v for k, v in (aug_cfg or {}).items() if k != "none"}
+        try:
+            transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**given))
+            transform(Image.new("RGB", (64, 64)))
+        except Exception as error:  # whatever torchvision and timm raise for numbers that they cannot use
+            raise UsageError(f"--aug-cfg {one_line(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
+        return transform
+
+    def tokens(self, captions: list[str]) -> Tensor:
+        """[B, L] token ids, L no more than these captions need."""
+        return self.towers.shortened(self.tokenize(captions))
+
+    @functools.cached_property
+    def pixels(self) -> Pixels:
+        """A batch on the device, of ``transform``'s or its ``as_bytes``' pictures -> what the image tower takes."""
+        return Pixels(self.transform(), self.towers.clip.visual)
+
+
+def build_model(
+    model: str,
+    pretrained: str | None = None,
+    image_trunk: str | None = None,
+    text_trunk: str | None = None,
+    pretrained_image: bool = False,
+    pretrained_text: bool = True,
+    force_image_size: int | None = None,
+    force_context_length: int | None = None,
+) -> Model:
+    """Any open_clip model by name, model config JSON, or ``local-dir:FOLDER``, on the CPU in float32.
+
+    pretrained: an open_clip tag or a checkpoint file (read as plain tensors; a pickle never runs). image_trunk: a timm
+    state dict. text_trunk: a Hugging Face folder for trunk and tokenizer. Errors: UsageError, one line.
+    """
+    check_model(model, pretrained)
+    config, folder = _find_config(model)
+    refuse_coca(model, config["model_cfg"])
+    if force_context_length is not None:
+        config["model_cfg"]["text_cfg"]["context_length"] = force_context_length
+    if force_image_size is not None:
+        config["model_cfg"]["vision_cfg"]["image_size"] = force_image_size
+    check_sizes(f"--model {one_line(model)}", config["model_cfg"])
+    tag = _known_tag(model, pretrained)
+    if pretrained and not tag and not Path(pretrained).is_file():
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none for this model"
+        raise UsageError(f"--pretrained {one_line(pretrained)}: neither a file nor a tag of {model}; tags: {tags}")
+    text_cfg = config["model_cfg"]["text_cfg"]
+    if text_trunk is not None:
+        if "hf_model_name" not in text_cfg:
+            raise UsageError(f"--text-trunk {one_line(text_trunk)}: {model} has no Hugging Face text tower")
+        text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = str(Path(text_trunk).resolve())
+    elif folder is not None and text_cfg.get("hf_model_name") == ".":
+        text_cfg["hf_model_name"] = str(folder.resolve())  # an mmclip export carries its text config along
+    complete = pretrained is not None or folder is not None  # every weight comes from a checkpoint
+    with tempfile.TemporaryDirectory() as scratch, _quiet():
+        # One road for all kinds: a local-dir that holds just the config; weights follow below.
+        (Path(scratch) / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            clip = open_clip.create_model(
+                f"local-dir:{scratch}",
+                pretrained_image=pretrained_image and not complete and image_trunk is None,
+                pretrained_text=pretrained_text and not complete,
+                force_image_size=force_image_size,
+                force_context_length=force_context_length,
+            )
+        except Exception as error:  # open_clip, timm and transformers check little of what a config says
+            raise UsageError(f"--model {one_line(model)}: open_clip cannot build it: {_why(error)}") from None
+    clip.float()  # many trunks are stored as float16
+    loaded_scale = None
+    checkpoint = _checkpoint(model, tag, pretrained, folder)
+    if checkpoint is not None:
+        loaded_scale = _load_clip(clip, checkpoint)
+    if image_trunk is not None:
+        _load_image_trunk(clip, Path(image_trunk))
+    built = Model(
+        Towers(clip, config["model_cfg"]),
+        dict(clip.visual.preprocess_cfg),
+        _tokenizer(model, config["model_cfg"]["text_cfg"], folder),
+        loaded_scale,
+        read_facts(folder) if folder is not None else {},
+    )
+    _try_out(built, f"--model {one_line(model)}" + (f" --pretrained {one_line(pretrained)}" if pretrained else ""))
+    return built
+
+
+@torch.no_grad()
+def _try_out(model: Model, name: str) -> None:
+    """One picture and one text through both towers: a config may be whole and its parts not fit together (heads that
+    do not divide a width, a patch larger than a picture, fewer embeddings than tokens). Errors: UsageError."""
+    training, stock, text_cfg = model.towers.training, model.tokenize.stock, model.towers.model_cfg["text_cfg"]
+    model.towers.eval()
+    try:
+        rows = text_cfg.get("vocab_size", 49_408)
+        if (
+            isinstance(stock, open_clip.SimpleTokenizer)
+            and not text_cfg.get("hf_model_name")
+            and rows < stock.vocab_size
+        ):
+            raise ValueError(f"vocab_size is {rows}, its tokenizer has {stock.vocab_size} tokens")
+        picture = model.transform()(Image.new("RGB", (64, 64)))
+        image, text = model.towers(picture[None], model.tokenize(["a"]))
+        if image.shape != text.shape:
+            raise ValueError(f"image and text features differ in shape: {list(image.shape)}, {list(text.shape)}")
+    except Exception as error:  # any of its parts may be what does not fit
+        raise UsageError(f"{name}: cannot be run: {_why(error)}") from None
+    finally:
+        model.towers.train(training)
+    if not (image.norm().isfinite() and text.norm().isfinite()):  # a length is what all scores are made of
+        raise UsageError(f"{name}: features whose length is not finite: its weights or its preprocessing are damaged")
+
+
+def _why(error: Exception, limit: int = 300) -> str:
+    """An assertion may say nothing, torch's advice on a pickle is to run it, and on a damaged zip it has much more."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "not a file of plain tensors"
+    return one_line(str(error).partition(" This is an internal miniz error")[0] or type(error).__name__, limit)
+
+
+def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
+    """({"model_cfg", "preprocess_cfg"}, folder of a local-dir or None)."""
+    config = read_model_config(model)
+    if config is not None:
+        return config, Path(model.removeprefix("local-dir:")) if model.startswith("local-dir:") else None
+    model_cfg = open_clip.get_model_config(model.replace("/", "-"))
+    if model_cfg is None:
+        raise UsageError(
+            f"--model {one_line(model)}: unknown to open_clip{nearest(model, open_clip.list_models())} "
+            "(or a model config JSON, or local-dir:FOLDER)"
+        )
+    return {"model_cfg": model_cfg, "preprocess_cfg": {}}, None
+
+
+def _known_tag(model: str, pretrained: str | None) -> dict[str, Any]:
+    """open_clip's entry for a tag, {} where ``pretrained`` is no tag of the model."""
+    return open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}
+
+
+def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder: Path | None) -> Path | None:
+    if tag:
+        try:
+            with _quiet():
+                return Path(open_clip.download_pretrained(tag))
+        except Exception as error:  # whatever the hub client raises: no network, no access, no such revision
+            raise UsageError(
+                f"--pretrained {one_line(pretrained)}: its weights could not be fetched for {model}: {one_line(error)}"
+            ) from None
+    if pretrained:
+        return Path(pretrained)
+    if folder is not None:
+        for name in WEIGHT_FILES:
+            if (folder / name).is_file():
+                return folder / name
+        raise UsageError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")
+    return None
+
+
+def _load_clip(clip: torch.nn.Module, path: Path) -> float:
+    """Every weight from a checkpoint; returns its scale. Errors: UsageError."""
+    try:
+        with _quiet():
+            open_clip.load_checkpoint(clip, str(path), strict=True, weights_only=True, device="cpu")
+        scale = float(clip.logit_scale.detach().exp().mean())  # type: ignore[operator]
+        if not 0 < scale < math.inf:
+            raise ValueError(f"its logit_scale is the logarithm of {scale}")
+    except Exception as error:  # pickle, safetensors and shape errors of every kind mean the same to the user
+        raise UsageError(f"{path}: not a checkpoint of this model: {_why(error, 240)}") from None
+    return scale
+
+
+def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
+    """timm weights into the image trunk: every tensor of the trunk must be there; a classifier may be left over."""
+    trunk = getattr(clip.visual, "trunk", None)
+    if trunk is None:
+        raise UsageError(f"--image-trunk {path}: this model's image tower is not a timm model")
+    try:
+        if path.suffix == ".safetensors":
+            state = load_file(str(path))
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = state.get("state_dict", state)
+        missing, unexpected = trunk.load_state_dict(state, strict=False)
+    except Exception as error:  # a file of any kind may stand there
+        raise UsageError(f"--image-trunk {path}: not loadable: {_why(error, 240)}") from None
+    unexpected = [k for k in unexpected if not k.startswith(("classifier.", "fc.", "head.", "head_dist."))]
+    if missing or unexpected:
+        raise UsageError(
+            f"--image-trunk {path}: does not fit {type(trunk).__name__}: {len(missing)} tensors missing "
+            f"{missing[:2]}, {len(unexpected)} left over {unexpected[:2]}"
+        )
+
+
+def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Tokenizer:
+    context_length = text_cfg.get("context_length", 77)
+    name, kwargs = text_cfg.get("hf_tokenizer_name"), text_cfg.get("tokenizer_kwargs") or {}
+    local = folder is not None or model.endswith(".json")
+    try:
+        with _quiet():
+            if not local and not (name and Path(name).is_dir()):
+                return Tokenizer(open_clip.get_tokenizer(model, context_length=context_length))
+            if not name:
+                return Tokenizer(open_clip.SimpleTokenizer(context_length=context_length, **kwargs))
+            stock = open_clip.tokenizer.HFTokenizer(
+                str(folder) if folder is not None else name,  # open_clip's rule: a local-dir holds its tokenizer
+                context_length=context_length,
+                tokenizer_mode=text_cfg.get("tokenizer_mode"),
+                **{**kwargs, "trust_remote_code": False},  # code that comes with a model never runs
+            )
+            return Tokenizer(stock)
+    except Exception as error:  # its files and its arguments are of whoever made the model
+        raise UsageError(f"the tokenizer {one_line(name or model)} cannot be loaded: {_why(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """open_clip logs each step of building, and warns of "no weights" where weights are loaded afterwards; transformers
+    would stop and ask whether to run the code that comes with a model."""
+    from transformers import dynamic_module_utils as remote  # slow to import, and only builders need it
+    from transformers.utils import logging as hf_logging
+
+    before, patience = logging.root.manager.disable, remote.TIME_OUT_REMOTE_CODE
+    logging.disable(logging.WARNING)
+    hf_logging.disable_progress_bar()
+    remote.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        hf_logging.enable_progress_bar()
+        remote.TIME_OUT_REMOTE_CODE = patience

@@ -1,0 +1,230 @@
+"""What can be said of a model's name and config before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from mmclip.errors import UsageError, one_line, reason
+
+_HERE = Path(__file__).resolve().parent.parent
+CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"  # installed, or a checkout
+WEIGHT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
+MAX_JSON_BYTES = 1_000_000  # a model config has a kilobyte
+# The largest value of each number that sizes a tower, far above any CLIP's: more is a slip, or an attack.
+MAX_SIZES = {
+    "embed_dim": 65_536,
+    "image_size": 4_096,
+    "patch_size": 4_096,
+    "width": 65_536,
+    "head_width": 65_536,
+    "heads": 4_096,
+    "layers": 1_000,
+    "context_length": 16_384,
+    "vocab_size": 10_000_000,
+    "mlp_ratio": 100,
+    "attn_pooler_queries": 16_384,
+    "attn_pooler_heads": 4_096,
+}
+_FACT_TEXTS = ("loss", "norm", "positives")
+_FACT_SHARES = ("gamma_q", "gamma_d", "i2t_weight", "i2t_weight_end")
+MAX_PATCHES = 16_384  # attention costs their square
+
+
+def check_model(model: str, pretrained: str | None) -> None:
+    """What can be said of a model's name without loading anything. Errors: UsageError.
+
+    Registered names and tags are open_clip's to check (mmclip.models.towers does, before any weight is read).
+    """
+    config = read_model_config(model)
+    refuse_coca(model, config["model_cfg"] if config else {})
+    if pretrained is not None and names_a_file(pretrained) and not Path(pretrained).is_file():
+        raise UsageError(f"--pretrained {one_line(pretrained)}: no such file")
+
+
+def names_a_file(pretrained: str) -> bool:
+    """Whether a --pretrained means a checkpoint file and not one of open_clip's tags."""
+    return "/" in pretrained or Path(pretrained).suffix in WEIGHT_SUFFIXES
+
+
+def refuse_coca(model: str, config: dict[str, Any]) -> None:
+    """CoCa's caption decoder would stay untrained beside a contrastive loss alone: say so instead of half-training."""
+    if "multimodal_cfg" in config or model.lower().startswith("coca"):
+        raise UsageError(
+            f"--model {one_line(model)}: CoCa models are not supported (mmclip trains the two contrastive "
+            "towers, never a caption decoder); take a CLIP or SigLIP model"
+        )
+
+
+def read_model_config(model: str) -> dict[str, Any] | None:
+    """{"model_cfg", "preprocess_cfg"} of a ``local-dir:FOLDER`` or a model config JSON; None for any other name.
+
+    Errors: UsageError for a file that is not there or is no config, or whose sizes no model has.
+    """
+    if model.startswith("local-dir:"):
+        path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
+        if not path.is_file():
+            raise UsageError(f"--model {one_line(model)}: {path} does not exist")
+    elif model.startswith("hf-hub:"):
+        raise UsageError(f"--model {one_line(model)}: download the repository and name its folder, local-dir:FOLDER")
+    elif model.endswith(".json"):
+        path = find_model_config(model)
+    else:
+        return None
+    loaded = read_json(path)
+    if "model_cfg" not in loaded and model.endswith(".json"):
+        loaded = {"model_cfg": loaded}  # a bare model config, as open_clip registers them
+    config = {"preprocess_cfg": {}, **loaded}
+    _check_objects(path, config, ("model_cfg", "preprocess_cfg"))
+    _check_objects(path, config["model_cfg"], ("vision_cfg", "text_cfg"))
+    for side, name in (
+        ("vision_cfg", "timm_model_name"),
+        ("text_cfg", "hf_model_name"),
+        ("text_cfg", "hf_tokenizer_name"),
+    ):
+        if not isinstance(value := config["model_cfg"][side].get(name), str | None):
+            raise UsageError(f"{path}: {name} is {shown(value)}, not a name")
+    check_sizes(str(path), config["model_cfg"])
+    return config
+
+
+def _check_objects(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if not isinstance(config.get(name), dict):
+            found = f"is {shown(config[name])}, not an object" if name in config else "is missing"
+            raise UsageError(f"{path}: not an open_clip model config: {name} {found}")
+
+
+def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
+    """Refuse a model of impossible sizes before anything of its size is asked of the memory. Errors: UsageError."""
+    if "embed_dim" not in model_cfg:
+        raise UsageError(f"{where}: not an open_clip model config: embed_dim is missing")
+    vision, text = model_cfg["vision_cfg"], model_cfg["text_cfg"]
+    for part in (model_cfg, vision, text):
+        for name in part.keys() & MAX_SIZES.keys():
+            listed = part is vision and isinstance(part[name], list)
+            if listed and name != "layers" and (name != "image_size" or len(part[name]) != 2):
+                raise UsageError(f"{where}: {name} is a list: expected a number, or [height, width] of an image")
+            for value in part[name] if listed else [part[name]]:
+                if value is not None:  # null: not said; open_clip's ResNets have no patch_size
+                    _check_size(where, name, value)
+    patches, weights = _patches_and_weights(model_cfg)
+    if patches > MAX_PATCHES:
+        raise UsageError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
+    gigabytes = 4 * weights / 1e9
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    if gigabytes > there:
+        raise UsageError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {there:,.0f} GB")
+
+
+def _check_size(where: str, name: str, value: Any) -> None:
+    kind, kinds = ("number above 0, at most", int | float) if name == "mlp_ratio" else ("whole number from 1 to", int)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= MAX_SIZES[name]:
+        raise UsageError(f"{where}: {name} is {shown(value)}: expected a {kind} {MAX_SIZES[name]:,}")
+
+
+def _patches_and_weights(model_cfg: dict[str, Any]) -> tuple[int, float]:
+    """(patches of an image, weights that the towers have at least); (0, 0) where timm or Hugging Face knows."""
+    vision, text = ({k: v for k, v in model_cfg[s].items() if v is not None} for s in ("vision_cfg", "text_cfg"))
+    patches, weights = 0, 0.0
+    if not vision.get("timm_model_name"):
+        width, patch, layers = vision.get("width", 768), vision.get("patch_size", 16), vision.get("layers", 12)
+        resnet = isinstance(layers, list)
+        weights += (sum(layers) if resnet else layers) * _block(vision, width)
+        if not resnet:
+            size = vision.get("image_size", 224)
+            height, length = size if isinstance(size, list) else (size, size)
+            patches = (height // patch) * (length // patch)
+            weights += width * (patches + 3 * patch**2)
+    if not text.get("hf_model_name"):
+        width, context = text.get("width", 512), text.get("context_length", 77)
+        weights += text.get("layers", 12) * _block(text, width)
+        weights += width * text.get("vocab_size", 49_408) + context**2  # the causal mask
+    return patches, weights
+
+
+def _block(tower: dict[str, Any], width: int) -> float:
+    return width**2 * (4 + 2 * tower.get("mlp_ratio", 4.0))
+
+
+def find_model_config(model: str) -> Path:
+    """A model config JSON: a path, or the name of one in configs/models."""
+    for candidate in (Path(model), CONFIGS / "models" / model):
+        if candidate.is_file():
+            return candidate
+    shipped = ", ".join(sorted(p.name for p in (CONFIGS / "models").glob("*.json")))
+    raise UsageError(f"--model {one_line(model)}: no such file; shipped model configs: {shipped}")
+
+
+def export_folder(run: str) -> Path:
+    """The model folder of --init-from: a finished run's, or itself. Errors: UsageError."""
+    for folder in (Path(run) / "model", Path(run)):
+        if (folder / "open_clip_config.json").is_file():
+            return folder
+    raise UsageError(
+        f"--init-from {one_line(run)}: no model there: the folder of a finished run, or its model folder, is expected "
+        "(one with open_clip_config.json)"
+    )
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """mmclip.json of an export, {} for a folder without it.
+
+    Errors: UsageError where a value that others compute with is not what it should be.
+    """
+    path = folder / "mmclip.json"
+    if not path.is_file():
+        return {}
+    return check_facts(read_json(path), str(path))
+
+
+def check_facts(facts: dict[str, Any], where: str) -> dict[str, Any]:
+    """The facts as they are. Errors: UsageError naming ``where`` they stand, for a value of the wrong kind."""
+    for name, value in facts.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        expected = ""
+        if name in _FACT_SHARES and not (number and 0 <= value <= 1):
+            expected = "a number from 0 to 1"
+        elif "_scale" in name and value is not None and not (number and value > 0):
+            expected = "a number above 0"
+        elif name in _FACT_TEXTS and not isinstance(value, str):
+            expected = "a text"
+        if expected:
+            raise UsageError(f"{where}: {one_line(name, 60)} is {shown(value)}: expected {expected}")
+    return facts
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object with finite numbers. Errors: UsageError naming the file."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
+        loaded = json.loads(content.decode("utf-8"), parse_float=finite, parse_constant=finite)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not readable as JSON: {reason(error)}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: not readable as JSON: nested too deep") from None
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{path}: a JSON object is expected, got {shown(loaded)}")
+    return loaded
+
+
+def finite(text: str) -> float:
+    """For json's parse_float and parse_constant. Errors: ValueError for NaN and infinity, which JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{one_line(text, 40)} is not a finite number")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file in a message: what is nested is named, not written out."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return one_line(json.dumps(value, ensure_ascii=False), 60)

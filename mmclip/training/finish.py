@@ -1,0 +1,159 @@
+"""The end of a run: export, evaluation in both directions, results.json and the table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.progress import TaskID
+
+from mmclip.embeddings.encode import Runner
+from mmclip.errors import UsageError, one_line
+from mmclip.evaluation.bank import draw_bank
+from mmclip.evaluation.eval_set import EvalData
+from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.evaluate import evaluate
+from mmclip.evaluation.results import Results, save_results
+from mmclip.evaluation.zero_shot import ZeroShot, told_zero_shot
+from mmclip.models import metadata as facts
+from mmclip.models.factory import Model
+from mmclip.reporting.tables import print_comparison, print_run
+from mmclip.retrieval.hubness import bank_side, native_exponents, trained_directions, trained_scales
+from mmclip.similarity import CLIP_DIRECTIONS, Exponents
+from mmclip.training import checkpoint as checkpoints
+from mmclip.training.log import progress_bar
+from mmclip.training.skipped import told
+from mmclip.training.trainer import Trainer
+
+
+def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | None = None) -> Results | None:
+    """Write ``model/``, evaluate, also on ``classes``, write results.json and per_query.npz, print the tables,
+    ``others`` (finished runs by name) beside this one's. Rank 0 only."""
+    settings, loss, data = trainer.settings, trainer.loss, trainer.source.data
+    trained = {
+        **facts.trained_with(loss, settings, trainer.model.initial),
+        "data": {
+            "path": data.path,
+            "split": data.split,
+            "key": trainer.fingerprints["data"],
+            "n_images": len(data),
+            "permuted_pairs": data.permuted,
+        },
+    }
+    about = {
+        **trained,
+        "model": settings.model,
+        "steps": trainer.step,
+        "seed": settings.seed,
+        "versions": facts.versions(),
+    }
+    log_alpha = float(loss.similarity.logit_scale(facts.main_direction(loss)).detach())
+    checkpoints.export_model(trainer.folder / "model", trainer.model, log_alpha, about)
+    if trainer.skipped.why:
+        print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
+    print(f"model: {one_line(trainer.folder / 'model')}", file=sys.stderr)
+    if trainer.val_source is None:
+        print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
+        return None
+    sides = {bank_side(d.opposite) for d in trained_directions(trained)} if settings.bank_size else set()
+    results = evaluate_source(
+        trainer.val_source,
+        trainer.model,
+        trainer.runner,
+        trained,
+        {"model": settings.model, "seed": settings.seed, "versions": facts.versions()},
+        classes=classes,
+        bank=draw_bank(trainer.source, sorted(sides), settings.bank_size, trainer.model, trainer.runner, settings.seed),
+        seed=settings.seed,
+    )
+    # the last validation: the run's alarms look at it, too
+    last = {
+        f"val_{d.value}_success@1_{scoring}": results.json["retrieval"][d.value][scoring]["success@1"]
+        for d in CLIP_DIRECTIONS
+        for scoring in ("native", "cosine")
+    }
+    for alarm in trainer.alarms.validation(last):
+        print(f"alarm: {alarm.text}", file=sys.stderr)
+        trainer.told.append(alarm)
+    results.json["alarms"] = {a.name: a.text for a in trainer.told}
+    save_results(results, trainer.folder)
+    name = trainer.folder.name
+    print_run(results, name)
+    print_zero_shot(results)
+    if others:
+        print_comparison({name: results, **others})
+    print(f"results: {one_line(trainer.folder / 'results.json')}")
+    if settings.report:
+        print_report(name, trainer.folder)
+    if settings.strict and trainer.told:
+        raise UsageError(f"alarm (--strict): {trainer.told[0].text}")
+    return results
+
+
+def print_zero_shot(results: Results) -> None:
+    if "zero_shot" in results.json:
+        print(told_zero_shot(results.json["zero_shot"]))
+
+
+def print_report(name: str, folder: Path) -> None:
+    """Write the page of a run whose results are saved; what is wrong with it is said and ends nothing."""
+    from mmclip.reporting.page import REPORT_FILE, write_report  # matplotlib and jinja2 take a second to import
+
+    try:
+        print(f"report: {one_line(write_report({name: folder}, folder / REPORT_FILE))}")
+    except UsageError as error:
+        print(f"no report: {error}", file=sys.stderr)
+
+
+def evaluate_source(
+    source: EvalSource,
+    model: Model,
+    runner: Runner,
+    trained: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    classes: ZeroShot | None = None,
+    seed: int = 0,
+    **how: Any,
+) -> Results:
+    """Encode an evaluation set once and evaluate it; ``classes`` are classified, too.
+
+    trained: mmclip.json, or {} for a plain CLIP. about: what else results.json says. seed, how: of ``evaluate``.
+    """
+    data = source.eval_data(model, runner, seed=seed)
+    if source.skipped:
+        print(f"evaluation data: {told(source.skipped)}", file=sys.stderr)
+    known = {
+        "data": {"path": source.main.data.path, "split": source.main.data.split},
+        "skipped": source.skipped,
+        "trained_with": dict(trained),
+        **about,
+    }
+    native = native_exponents(trained)
+    if classes is not None:
+        known["zero_shot"] = classes.measure(model, runner, native, seed)
+        if skipped := known["zero_shot"]["skipped"]:
+            print(f"zero-shot data: {told(skipped)}", file=sys.stderr)
+    return evaluate_with_bar(
+        data,
+        native,
+        known,
+        scales=trained_scales(trained, model.loaded_scale),
+        seed=seed,
+        **how,
+    )
+
+
+def evaluate_with_bar(data: EvalData, native: Exponents, about: Mapping[str, Any], **how: Any) -> Results:
+    """:func:`mmclip.evaluation.evaluate.evaluate` with a progress bar a pool."""
+    with progress_bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(pool: str, done: int, total: int) -> None:
+            if pool not in tasks:
+                tasks[pool] = bar.add_task(f"ranking, pool {one_line(pool, 40)}", total=total, note="")
+            bar.update(tasks[pool], completed=done)
+
+        return evaluate(data, native, about, progress=progress, **how)

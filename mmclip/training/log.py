@@ -1,0 +1,120 @@
+"""What a run says while it trains: metrics.jsonl, TensorBoard, and a progress line for a person."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from mmclip.errors import UsageError, one_line
+from mmclip.io import write_text_atomically
+
+METRICS = "metrics.jsonl"
+LINE_SECONDS = 15.0  # where nobody watches a terminal, one plain line every so often
+
+
+def progress_bar() -> Progress:
+    """The bar of every long piece of work: on stderr, only where that is a terminal."""
+    return Progress(
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def keep_lines(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl behind a step: the continuation writes them again. A torn last line goes too."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except (ValueError, TypeError, KeyError):
+            break
+        kept.append(line)
+    write_text_atomically(path, "".join(kept))
+
+
+class RunLog:
+    """Writes one JSON object a logged step, and shows the run's progress. Only rank 0 has one that writes."""
+
+    def __init__(self, folder: Path | None, total_steps: int, start_step: int, tensorboard: bool) -> None:
+        self.total_steps = total_steps
+        self.file = None
+        if folder:
+            keep_lines(folder / METRICS, start_step)
+            self.file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115
+        self.writer = None
+        if folder and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
+        self.progress = progress_bar() if folder else None
+        if self.progress:
+            self.progress.start()
+            self.task = self.progress.add_task("training", total=total_steps, completed=start_step, note="")
+        self.last_line = -math.inf
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl, none for no values; numbers that are not finite are written as null, which JSON
+        can hold."""
+        if self.file is None or not values:
+            return
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        try:
+            self.file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UsageError(
+                f"{one_line(self.file.name)}: cannot be written: {error.strerror}: free some space and continue "
+                "from the last checkpoint with --resume latest"
+            ) from None
+        if self.writer:
+            for name, value in clean.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(name, value, step)
+
+    def show(self, step: int, note: str) -> None:
+        """Move the bar; without a terminal print a line now and then."""
+        if self.progress is None:
+            return
+        self.progress.update(self.task, completed=step, note=note)
+        now = time.monotonic()
+        if self.progress.disable and (now - self.last_line > LINE_SECONDS or step == self.total_steps):
+            print(f"step {step}/{self.total_steps}  {note}", file=sys.stderr, flush=True)
+            self.last_line = now
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the bar; from a rank without a bar as well."""
+        if self.progress is None or self.progress.disable:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self.progress.console.print(text, markup=False, highlight=False)
+
+    def flush(self) -> None:
+        """Have all lines on the disk: a checkpoint must not outlive the lines before it."""
+        if self.file:
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.stop()
+        if self.writer:
+            self.writer.close()
+        if self.file:
+            self.file.close()

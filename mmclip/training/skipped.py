@@ -1,0 +1,51 @@
+"""Samples that could not be used: counted, named, and, above a limit, an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mmclip.data.image_text import BadSample, named
+from mmclip.errors import UsageError
+
+
+class Skipped:
+    """Why samples of the training data are missing, by their keys. ``limit``: --max-bad-samples, None for no limit."""
+
+    def __init__(self, limit: int | None = None, why: Mapping[str, str] | None = None) -> None:
+        """why: of samples known already, as ``by_key`` gives them. Errors: UsageError above the limit."""
+        self.limit = limit
+        self.why: dict[str, str] = dict(why or {})
+        self._check()
+
+    def add(self, samples: Iterable[BadSample]) -> list[str]:
+        """Take samples in; a line for each that was not known. Errors: UsageError above the limit."""
+        lines = []
+        for sample in samples:
+            if sample.key not in self.why:
+                self.why[sample.key] = sample.why
+                lines.append(f"skipped {sample} ({len(self.why)} so far)")
+        self._check()
+        return lines
+
+    def _check(self) -> None:
+        if self.limit is not None and len(self.why) > self.limit:
+            raise UsageError(f"--max-bad-samples {self.limit}: {told(self.why)}")
+
+
+def told(skipped: Mapping[str, str]) -> str:
+    """'3 samples cannot be used: …', naming the first five."""
+    first = "; ".join(named(k, why) for k, why in list(skipped.items())[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    samples = "1 sample" if len(skipped) == 1 else f"{len(skipped)} samples"
+    return f"{samples} cannot be used: {first}{more}"
+
+
+def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
+    """Each sample's file and reason by its key; a key that comes again gets a number, so that all are counted."""
+    found: dict[str, str] = {}
+    for sample in samples:
+        key, n = sample.key, 2
+        while key in found:
+            key, n = f"{sample.key} ({n})", n + 1
+        found[key] = sample.why
+    return found

@@ -1,0 +1,285 @@
+"""The built-in scenes: same bytes for a seed, truth that follows from the words, splits and variants that hold."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmclip.data.scenes import build as scenes
+from mmclip.data.scenes import drawing as scene_pictures
+from mmclip.data.scenes.build import SPLITS, VARIANTS, SceneSizes, build_scenes
+from mmclip.data.scenes.captions import (
+    draw_partial,
+    draw_scene,
+    draw_vague,
+    full_description,
+    full_texts,
+    near_miss,
+    render,
+)
+from mmclip.data.scenes.world import Description, Scene, SceneTable
+from mmclip.errors import UsageError
+from tests.helpers.scene_reading import is_true
+
+SMALL = SceneSizes(train=150, test=60, distractors=30)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("scenes")
+    return {variant: build_scenes(root, variant, sizes=SMALL) for variant in VARIANTS}
+
+
+def read(split: Path) -> dict[str, dict[str, bytes]]:
+    """key -> extension -> content, in tar order."""
+    samples: dict[str, dict[str, bytes]] = {}
+    for shard in range(int((split / "nshards.txt").read_text())):
+        with tarfile.open(split / f"{shard}.tar") as tar:
+            for member in tar:
+                key, extension = member.name.split(".")
+                content = tar.extractfile(member)
+                assert content is not None
+                samples.setdefault(key, {})[extension] = content.read()
+    return samples
+
+
+def captions(sample: dict[str, bytes]) -> list[str]:
+    return sample["txt"].decode().splitlines()
+
+
+def truth(split: Path) -> list[dict]:
+    return [json.loads(line) for line in (split / "truth.jsonl").read_text().splitlines()]
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- descriptions ---------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, n: int) -> tuple[np.random.Generator, list[Scene]]:
+    rng = np.random.default_rng(seed)
+    return rng, [draw_scene(rng, 1 + i % 4) for i in range(n)]
+
+
+def claims(rng: np.random.Generator, scene: Scene) -> Iterator[Description]:
+    for draw in (draw_partial, draw_vague):
+        yield draw(rng, scene)
+    yield full_description(scene)
+
+
+@given(seeds)
+def test_claims_are_true_and_their_words_say_the_same(seed: int) -> None:
+    rng, many = drawn(seed, 12)
+    table = SceneTable(many)
+    for scene in many:
+        for claim, level in zip(claims(rng, scene), ("partial", "vague", "full"), strict=True):
+            assert claim.level == level
+            assert claim.describes(scene)
+            one_by_one = [n for n, other in enumerate(many) if claim.describes(other)]
+            assert table.described(claim).tolist() == one_by_one
+            text = render(rng, claim)
+            assert [n for n, other in enumerate(many) if is_true(text, other.to_json())] == one_by_one, text
+
+
+@given(seeds)
+def test_a_near_miss_is_another_scene_of_as_many_different_things(seed: int) -> None:
+    rng, many = drawn(seed, 4)
+    for scene in many:
+        other = near_miss(rng, scene)
+        assert other != scene and len(set(other.things)) == len(scene.things) and other.layout == scene.layout
+
+
+@given(seeds, st.integers(1, 4))
+def test_a_full_caption_names_its_scene_and_no_other(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    scene, other = draw_scene(rng, n), draw_scene(rng, n)
+    texts, others = full_texts(full_description(scene)), full_texts(full_description(other))
+    assert len(set(texts)) == len(texts) == 4
+    assert scene == other or not set(texts) & set(others)
+
+
+def test_extra_objects_matter_to_full_captions_only() -> None:
+    pair = draw_scene(np.random.default_rng(1), 2)
+    more = Scene("row", (*pair.things, *(t for t in draw_scene(np.random.default_rng(2), 2).things))[:3])
+    assert not full_description(pair).describes(more)
+    assert Description(pair.things).describes(more)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_layout_is_clip_benchmarks(built: dict[str, Path], variant: str) -> None:
+    folder = built[variant]
+    assert (folder / "dataset_type.txt").read_text().strip() == "retrieval"
+    for split in SPLITS:
+        samples = read(folder / split)
+        assert len(samples) == getattr(SMALL, split)
+        assert len(list((folder / split).glob("*.tar"))) == int((folder / split / "nshards.txt").read_text())
+        assert [line["key"] for line in truth(folder / split)] == list(samples)
+        for line, sample in zip(truth(folder / split), samples.values(), strict=True):
+            assert set(sample) == {"json", "png", "txt"}
+            assert len(captions(sample)) == len(line["captions"]) == 5
+            assert all(text.strip() == text != "" and text.isascii() for text in captions(sample))
+            assert line["n_objects"] == len(json.loads(sample["json"])["objects"])
+            with Image.open(io.BytesIO(sample["png"])) as picture:
+                assert picture.size == (scene_pictures.IMAGE_SIZE,) * 2 and picture.mode == "RGB"
+
+
+def test_large_splits_have_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenes, "_SHARD", 25)
+    folder = build_scenes(tmp_path, sizes=SMALL) / "test"
+    assert sorted(p.name for p in folder.glob("*.tar")) == ["0.tar", "1.tar", "2.tar"]
+    assert (folder / "nshards.txt").read_text().strip() == "3"
+    assert list(read(folder)) == [line["key"] for line in truth(folder)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_seed_gives_the_same_bytes(built: dict[str, Path], variant: str, tmp_path: Path) -> None:
+    again = all_files(build_scenes(tmp_path / "a", variant, seed=0, sizes=SMALL))
+    assert again == all_files(built[variant])
+    other = all_files(build_scenes(tmp_path / "b", variant, seed=1, sizes=SMALL))
+    assert other["test/0.tar"] != again["test/0.tar"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_relevance_is_what_the_words_and_the_stored_scenes_say(built: dict[str, Path], variant: str) -> None:
+    samples = read(built[variant] / "test")
+    stored = {key: json.loads(sample["json"]) for key, sample in samples.items()}
+    for line in truth(built[variant] / "test"):
+        for text, caption in zip(captions(samples[line["key"]]), line["captions"], strict=True):
+            assert caption["relevant"] == [key for key, scene in stored.items() if is_true(text, scene)], text
+            assert line["key"] in caption["relevant"]
+    assert all(set(c) == {"level"} for line in truth(built[variant] / "train") for c in line["captions"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_test_scene_and_no_distractor_caption_occurs_in_train(built: dict[str, Path], variant: str) -> None:
+    trained, tested, distractors = (read(built[variant] / split) for split in ("train", "test", "distractors"))
+    seen = {sample["json"] for sample in trained.values()}
+    assert not seen & {sample["json"] for sample in tested.values()}
+    assert not seen & {sample["json"] for sample in distractors.values()}
+    words = {text for sample in trained.values() for text in captions(sample)}
+    assert not words & {text for sample in distractors.values() for text in captions(sample)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_distractors_match_nothing(built: dict[str, Path], variant: str) -> None:
+    tested, distractors = read(built[variant] / "test"), read(built[variant] / "distractors")
+    shown = [json.loads(sample["json"]) for sample in distractors.values()]
+    real = [text for sample in tested.values() for text in captions(sample)]
+    assert not any(is_true(text, scene) for text in real for scene in shown)
+    pool = [json.loads(sample["json"]) for sample in tested.values()] + shown
+    for line in truth(built[variant] / "distractors"):
+        for text, caption in zip(captions(distractors[line["key"]]), line["captions"], strict=True):
+            assert caption["level"] == "distractor" and caption["relevant"] == []
+            if caption["kind"] in ("near-miss", "absent"):
+                assert not any(is_true(text, scene) for scene in pool), text
+            else:
+                with pytest.raises(AssertionError):  # the words make no claim
+                    is_true(text, pool[0])
+
+
+def test_the_informative_variant_has_every_level_and_kind(built: dict[str, Path]) -> None:
+    lines = truth(built["scenes"] / "test")
+    assert {line["n_objects"] for line in lines} == {1, 2, 3, 4}
+    assert all([c["level"] for c in line["captions"]] == ["full"] * 2 + ["partial"] * 2 + ["vague"] for line in lines)
+    spread = Counter[str]()
+    for line in lines:
+        for caption in line["captions"]:
+            spread[caption["level"]] += len(caption["relevant"])
+    assert spread["full"] / 2 < spread["partial"] / 2 < spread["vague"]
+    lines = truth(built["scenes"] / "distractors")
+    assert {line["kind"] for line in lines} == set(scene_pictures.NOTHING_KINDS)
+    assert {c["kind"] for line in lines for c in line["captions"]} == {"near-miss", "boilerplate", "shuffled"}
+
+
+def test_nothing_tells_relevance_in_the_uninformative_variant(built: dict[str, Path]) -> None:
+    folder = built["scenes-uninformative"]
+    texts = [text for split in SPLITS for sample in read(folder / split).values() for text in captions(sample)]
+    assert len({len(text.split()) for text in texts}) == 1
+    assert {line["n_objects"] for split in SPLITS for line in truth(folder / split)} == {2}
+    lines = truth(folder / "test")
+    assert all(c == {"level": "full", "relevant": [line["key"]]} for line in lines for c in line["captions"])
+    kinds = {(line["kind"], c["kind"]) for line in truth(folder / "distractors") for c in line["captions"]}
+    assert kinds == {("scene", "absent")}
+
+
+# --- building -------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_build_is_kept_and_another_seed_replaces_it(tmp_path: Path) -> None:
+    folder = build_scenes(tmp_path, seed=3, sizes=SMALL)
+    inode = folder.stat().st_ino
+    assert build_scenes(tmp_path, seed=3, sizes=SMALL).stat().st_ino == inode
+    before = all_files(folder)
+    assert all_files(build_scenes(tmp_path, seed=4, sizes=SMALL)) != before
+    assert [p.name for p in tmp_path.iterdir()] == ["scenes"]
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> list[object]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(scenes, "_truth", stop)
+        build_scenes(tmp_path, sizes=SMALL)
+    assert list(tmp_path.iterdir()) == []
+    assert (build_scenes(tmp_path, sizes=SMALL) / "scenes.json").is_file()
+
+
+def test_two_builds_at_once_end_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = scenes._write_all
+
+    def slower(*args: object) -> None:  # another process finishes first
+        monkeypatch.setattr(scenes, "_write_all", original)
+        build_scenes(tmp_path, sizes=SMALL)
+        original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scenes, "_write_all", slower)
+    folder = build_scenes(tmp_path, sizes=SMALL)
+    assert len(read(folder / "test")) == SMALL.test
+    assert [p.name for p in tmp_path.iterdir()] == ["scenes"]
+
+
+def test_a_folder_that_is_no_build_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "scenes").mkdir()
+    (tmp_path / "scenes" / "mine.txt").write_text("keep me")
+    with pytest.raises(UsageError, match="no build of the scenes"):
+        build_scenes(tmp_path, sizes=SMALL)
+    assert (tmp_path / "scenes" / "mine.txt").read_text() == "keep me"
+
+
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'scene'.*scenes, scenes-uninformative"):
+        build_scenes(tmp_path, "scene")
+    with pytest.raises(UsageError, match="-1"):
+        build_scenes(tmp_path, seed=-1)
+    for sizes in ({"train": 0}, {"test": 5}, {"distractors": 10_000}):
+        with pytest.raises(UsageError, match="valid"):
+            SceneSizes(**sizes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_config_fits_the_pictures(root: Path) -> None:
+    """Pictures pass open_clip's transform unscaled, and no caption is cut off at the end of the context."""
+    config = json.loads((root / "configs/models/scenes-tiny.json").read_text())
+    assert config["vision_cfg"]["image_size"] == scene_pictures.IMAGE_SIZE
+    open_clip = pytest.importorskip("open_clip")
+    tokenize = open_clip.SimpleTokenizer(context_length=config["text_cfg"]["context_length"] + 1)
+    assert config["text_cfg"]["vocab_size"] == tokenize.vocab_size
+    longest = [text for scene in drawn(0, 200)[1] for text in full_texts(full_description(scene))]
+    assert not tokenize(longest)[:, -1].any()

@@ -1,0 +1,181 @@
+"""Cached trunk outputs equal live ones, survive an interruption, and are never used for anything else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmclip.data.image_text import ImageTextData
+from mmclip.data.shards import open_data
+from mmclip.embeddings import trunk_cache
+from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.features import Source
+from mmclip.errors import UsageError
+from mmclip.models.factory import Model, build_model
+from tests.data.test_data import good, jpeg, write_tar
+from tests.helpers.tiny import ROOT
+
+RUNNER = Runner(torch.device("cpu"), batch_size=4, progress=False)
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> Model:
+    torch.manual_seed(0)
+    model = build_model(str(tiny_model))
+    model.towers.lock("image")
+    model.towers.lock("text")
+    return model
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> ImageTextData:
+    return open_data(str(write_tar(tmp_path / "0.tar", good(10))))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trunk_cache, "PART_ROWS", {"image": 4, "text": 8})
+
+
+def fill(side: str, model: Model, data: ImageTextData, folder: Path) -> torch.Tensor:
+    features, bad = trunk_cache.cached_trunk(side, model, data, folder, RUNNER, "test")
+    assert not bad
+    return features
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+def test_cached_outputs_through_the_head_are_the_towers_features(
+    model: Model, data: ImageTextData, tmp_path: Path, side: str
+) -> None:
+    features = fill(side, model, data, tmp_path / "cache")
+    if side == "image":
+        live = torch.stack([model.transform()(data.read_image(i)) for i in range(len(data))])
+        expected = model.towers(image=live)[0]
+    else:
+        expected = model.towers(text=model.tokenize([c for image in data.captions for c in image]))[1]
+    torch.testing.assert_close(model.towers.head(side, features), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_interrupted_fill_goes_on_where_it_stopped(
+    model: Model, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fill("image", model, data, tmp_path / "whole")
+    ran: list[range] = []
+    original = Runner.images
+
+    def counted(self, encode, data, transform, rows=None, label=""):  # type: ignore[no-untyped-def]
+        ran.append(rows)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return original(self, encode, data, transform, rows, label)
+
+    monkeypatch.setattr(Runner, "images", counted)
+    with pytest.raises(KeyboardInterrupt):
+        fill("image", model, data, tmp_path / "cut")
+    assert torch.equal(fill("image", model, data, tmp_path / "cut"), whole)
+    assert ran == [range(0, 4), range(4, 8), range(4, 8), range(8, 10)], "the first part was not computed again"
+    assert not list((tmp_path / "cut").rglob("*.partial"))
+
+
+def test_another_trunk_transform_tokenizer_or_data_has_another_key(
+    model: Model, data: ImageTextData, tiny_model: Path
+) -> None:
+    keys = {side: trunk_cache.cache_key(side, model, data) for side in ("image", "text")}
+    with torch.no_grad():
+        model.towers.clip.visual.proj.add_(1)
+    assert trunk_cache.cache_key("image", model, data) == keys["image"], "the head is not part of it"
+    model.preprocess_cfg = {**model.preprocess_cfg, "interpolation": "bilinear"}
+    assert trunk_cache.cache_key("image", model, data) != keys["image"]
+    assert trunk_cache.cache_key("text", model, data) == keys["text"]
+    shorter = build_model(str(tiny_model), force_context_length=5)
+    model.tokenize = shorter.tokenize
+    assert trunk_cache.cache_key("text", model, data) != keys["text"]
+    assert trunk_cache.cache_key("image", model, data.subset([1, 2])) != trunk_cache.cache_key("image", model, data)
+
+
+def test_unreadable_pictures_leave_the_data(model: Model, tmp_path: Path) -> None:
+    members = [("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny"), *good(5)]
+    data = open_data(str(write_tar(tmp_path / "1.tar", members)))
+    for _ in range(2):  # computed, then from disk
+        source = Source.open(data, model, RUNNER, tmp_path / "cache", "test")
+        assert list(source.skipped) == ["bad"] and source.data.keys == [f"k{i}" for i in range(5)]
+        assert len(source.cached["image"]) == 5 and len(source.cached["text"]) == 10
+        assert torch.isfinite(source.cached["image"]).all()
+
+
+def test_a_part_of_the_wrong_size_is_computed_again(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+    whole = fill("text", model, data, tmp_path)
+    (part,) = tmp_path.rglob("part-00001.safetensors")
+    part.write_bytes(next(iter(tmp_path.rglob("part-00002.safetensors"))).read_bytes())
+    assert torch.equal(fill("text", model, data, tmp_path), whole)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="--cache-dir") as error:
+        fill("image", model, data, tmp_path / "file")
+    assert "\n" not in str(error.value)
+
+
+def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
+    model: Model, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Source.open(data, model, RUNNER, tmp_path / "cache", "whole")
+    train, held = data.holdout(3)
+    parts = [train, held, data.subset([7, 1, 4]), train.permute(0), train.subset(range(4)).permute(1)]
+    live = [Source(part) for part in parts]
+    expected = [{s: source.vectors(s, model, RUNNER, "live")[0] for s in ("image", "text")} for source in live]
+    for name in ("images", "texts"):
+        monkeypatch.setattr(Runner, name, lambda *_, **__: pytest.fail("a trunk was run again"))
+    for part, vectors in zip(parts, expected, strict=True):
+        source = Source.open(part, model, RUNNER, tmp_path / "cache", "part")
+        for side, wanted in vectors.items():
+            found, _ = source.vectors(side, model, RUNNER, "cached")
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_parts_that_hold_rows_are_computed(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+    Source.open(data.subset([0, 9]), model, RUNNER, tmp_path, "ends")
+    names = sorted(p.name for p in tmp_path.glob("image-*/*.safetensors"))
+    assert names == ["part-00000.safetensors", "part-00002.safetensors"]
+    Source.open(data, model, RUNNER, tmp_path, "whole")
+    assert len(list(tmp_path.glob("image-*/*.safetensors"))) == 3, "the same cache, filled up"
+
+
+def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_stay(model: Model, tmp_path: Path) -> None:
+    members = [*good(3), ("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny\nz")]
+    data = open_data(str(write_tar(tmp_path / "1.tar", members)))
+    source = Source.open(data.permute(0), model, RUNNER, tmp_path / "cache", "test")
+    assert list(source.skipped) == ["bad"] and source.data.keys == ["k0", "k1", "k2"]
+    assert ["x", "y", "z"] in source.data.captions, "another picture has them"
+    assert len(source.cached["text"]) == sum(len(c) for c in source.data.captions)
+    expected, _ = Source(source.data).vectors("text", model, RUNNER, "live")
+    torch.testing.assert_close(source.vectors("text", model, RUNNER, "cached")[0], expected, rtol=1e-4, atol=1e-5)
+    untouched = Source.open(data.subset([1, 2]), model, RUNNER, tmp_path / "cache", "test")
+    assert not untouched.skipped and untouched.data.keys == ["k1", "k2"]
+
+
+def test_two_processes_share_the_work(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Both start with an empty cache: every trunk is run once, by one of them, and both have its outputs."""
+    code = (
+        "import sys, torch; from pathlib import Path\n"
+        "from mmclip.models.factory import build_model; from mmclip.data.shards import open_data; from mmclip.embeddings.features import Source\n"
+        "from mmclip.embeddings.encode import Runner\n"
+        "torch.manual_seed(0); model = build_model(sys.argv[2])\n"
+        "for side in ('image', 'text'): model.towers.lock(side)\n"
+        "source = Source.open(open_data(sys.argv[1]), model, Runner(torch.device('cpu')), Path(sys.argv[3]), 'test')\n"
+        "print({side: float(x.sum()) for side, x in source.cached.items()})"
+    )
+    command = [sys.executable, "-c", code, str(tiny_data), str(tiny_model), str(tmp_path / "cache")]
+    both = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert told[0][0] == told[1][0] != ""
+    work = [line for _, errors in told for line in errors.splitlines() if line.endswith("done")]
+    assert sorted(line.split(" (")[0] for line in work) == ["test: image trunk", "test: text trunk"]

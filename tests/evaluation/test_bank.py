@@ -1,0 +1,115 @@
+"""The bank of the correction: drawn by a seed, embedded as the evaluation is, and never the evaluation itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmclip.commands.evaluate import load_model
+from mmclip.data.image_text import ImageTextData
+from mmclip.data.shards import open_data
+from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.features import Source
+from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
+from mmclip.errors import UsageError
+from mmclip.evaluation.bank import draw_bank, saved_bank
+from mmclip.models.factory import Model
+
+RUNNER = Runner(torch.device("cpu"), batch_size=16, progress=False)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Model:
+    return load_model(str(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def train(tiny_data: Path) -> ImageTextData:
+    return open_data(str(tiny_data), "train", "train")
+
+
+@pytest.fixture(scope="module")
+def test(tiny_data: Path) -> ImageTextData:
+    return open_data(str(tiny_data), "test", "eval")
+
+
+def test_the_bank_holds_rows_of_the_data_drawn_by_the_seed(model: Model, train: ImageTextData) -> None:
+    source = Source(train)
+    whole = source.embed(model, RUNNER, "all")
+    every = {"image": whole.image, "text": whole.text}
+    bank = draw_bank(source, ("image", "text"), 20, model, RUNNER, seed=3)
+    assert bank.name == f"{train.path} [train]" and not bank.transductive and not bank.overlap
+    for side, rows in bank.vectors.items():
+        assert len(rows) == 20
+        distance = torch.cdist(rows.double(), every[side].double()).min(dim=1).values
+        assert float(distance.max()) < 1e-4 * float(every[side].norm(dim=1).mean())
+    again, other = (draw_bank(source, ("text",), 20, model, RUNNER, seed=s).vectors["text"] for s in (3, 4))
+    assert torch.equal(again, bank.vectors["text"]) and not torch.equal(other, again)
+
+
+def test_a_bank_larger_than_its_data_is_all_of_it(model: Model, train: ImageTextData) -> None:
+    bank = draw_bank(Source(train), ("image",), 10_000, model, RUNNER)
+    assert len(bank.vectors["image"]) == len(train)
+
+
+def test_cached_trunk_outputs_give_the_same_bank(model: Model, train: ImageTextData, tmp_path: Path) -> None:
+    model.towers.lock("text")
+    try:
+        cached = Source.open(train, model, RUNNER, tmp_path, "bank")
+        assert set(cached.cached) == {"text"}
+        live, fast = (draw_bank(s, ("text",), 30, model, RUNNER).vectors["text"] for s in (Source(train), cached))
+    finally:
+        model.towers.requires_grad_(True)
+        model.towers.locked["text"] = False
+    assert torch.allclose(live, fast, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+def test_the_evaluation_set_is_no_bank_under_any_name(model: Model, test: ImageTextData, side: str) -> None:
+    part = dataclasses.replace(test.subset(range(5, 15)), path="elsewhere")
+    with pytest.raises(UsageError, match=r"elsewhere is the evaluation set, or a part of it.*transductive"):
+        draw_bank(Source(part), (side,), 50, model, RUNNER, evaluated=test)
+
+
+def test_captions_that_both_have_are_counted(model: Model, train: ImageTextData, test: ImageTextData) -> None:
+    known = {c for image in test.captions for c in image}
+    expected = sum(c in known for image in train.captions for c in image)
+    bank = draw_bank(Source(train), ("text",), 10_000, model, RUNNER, evaluated=test)
+    assert bank.overlap == {"text": expected}
+
+
+def test_an_image_that_cannot_be_read_is_left_out_of_the_bank(
+    model: Model, train: ImageTextData, tmp_path: Path
+) -> None:
+    damaged = train.subset(range(12))
+    (tmp_path / "bad.jpg").write_bytes(b"no picture")
+    damaged.places[3] = (str(tmp_path / "bad.jpg"), -1, 0)
+    bank = draw_bank(Source(damaged), ("image",), 12, model, RUNNER)
+    assert len(bank.vectors["image"]) == 11 and bool(bank.vectors["image"].isfinite().all())
+
+
+def saved(seed: int, n: int, dim: int = 4) -> SavedEmbeddings:
+    gen = torch.Generator().manual_seed(seed)
+    names = [str(i) for i in range(n)]
+    pairs = torch.arange(n)[:, None].repeat(1, 2)
+    return SavedEmbeddings(torch.randn(n, dim, generator=gen), torch.randn(n, dim, generator=gen), names, names, pairs)
+
+
+def test_a_file_of_embeddings_is_a_bank_too(tmp_path: Path) -> None:
+    own, train = saved(0, 9), saved(1, 30)
+    train.text[:5] = own.text[:5]
+    save_embeddings(tmp_path / "train.npz", train)
+    bank = saved_bank(str(tmp_path / "train.npz"), ("text",), 100, own)
+    assert torch.equal(bank.vectors["text"], train.text) and bank.overlap == {"text": 5}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [(saved(0, 9), "all of 9 vectors are in it"), (saved(1, 9, 5), "vectors of 5 dimensions")]
+)
+def test_a_file_that_can_be_no_bank_is_one_line(tmp_path: Path, other: SavedEmbeddings, says: str) -> None:
+    save_embeddings(tmp_path / "x.safetensors", other)
+    with pytest.raises(UsageError, match=says):
+        saved_bank(str(tmp_path / "x.safetensors"), ("text",), 100, saved(0, 9))

@@ -1,0 +1,275 @@
+"""What two gloo ranks do for test_sharding.py: the same steps of uneven rows under DDP and FSDP2, in one start.
+
+All but bf16 is computed in float64. There only what is not the same differs by more than ``EXACT``, also after AdamW,
+which makes steps of full size of the rounding that is the gradient of a parameter without effect: a bias of keys, or
+one in front of batch statistics, has 1e-16 of the others' gradient. Under ``FLOOR`` of them nothing is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from mmclip.config.clip import TrainSettings
+from mmclip.data.loading import Batch
+from mmclip.distributed import fsdp as sharding
+from mmclip.embeddings.encode import Runner
+from mmclip.losses.contrastive import clip_loss
+from mmclip.models.factory import Model, build_model
+from mmclip.training import resume
+from mmclip.training.step import NotFinite, Stepper
+from tests.helpers.tiny import MODEL
+
+SPLIT = (10, 7)  # rows of each rank: three parts of four and two, which passes of all processes cannot be
+STEPS = 2  # before the checkpoint; one more comes behind it
+SECONDS = 60  # that a rank waits for the other
+WORDS = 60
+EXACT, FLOOR = 1e-8, 1e-6
+Found = dict[str, Any]
+
+
+class Case(NamedTuple):
+    model: str = "native"
+    locked: tuple[str, ...] = ()
+    from_trunk: bool = False
+    precision: str = "fp32"
+    more: tuple[tuple[str, Any], ...] = ()  # settings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "fp32" else torch.float32
+
+
+ACCUMULATED = (("batch_size", 4), ("accum_freq", 3))
+CASES = {
+    "plain": Case(more=(("grad_clip_norm", 0.5),)),
+    "accumulated, checkpointed": Case(more=(*ACCUMULATED, ("grad_checkpointing", True))),
+    "locked": Case(locked=("image",), more=ACCUMULATED),
+    "from trunks": Case(locked=("image", "text"), from_trunk=True),
+    "odd parameters": Case("odd", more=(("batch_size", 5), ("accum_freq", 2))),  # batch statistics: of equal parts
+    "timm and HF": Case("timm", more=(("grad_checkpointing", True),)),
+    # an eps above all gradients, lest AdamW make full steps of rounding
+    "bf16": Case(precision="amp_bf16", more=(*ACCUMULATED, ("eps", 1.0))),
+    "bf16 resnet": Case("resnet", precision="amp_bf16", more=(("eps", 1.0),)),
+}
+
+
+class Odd(nn.Module):
+    """What a rank may have nothing of: one number, a scalar, and statistics that are no parameters."""
+
+    def __init__(self, after: nn.Module) -> None:
+        super().__init__()
+        self.after, self.norm = after, nn.BatchNorm1d(64)
+        self.one, self.scalar = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.after(x)
+        return self.norm(x.flatten(0, -2)).view_as(x) * self.one * self.scalar
+
+
+class Live:
+    """Stands in for a Source: the batch's own tensors, or what the trunks make of them."""
+
+    def __init__(self, model: Model, from_trunk: bool) -> None:
+        self.plain = copy.deepcopy(model.towers).eval() if from_trunk else None
+
+    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
+        live = batch.images if side == "image" else batch.tokens
+        assert live is not None
+        return (live, False) if self.plain is None else (self.plain.trunk(side, live), True)
+
+
+def config(folder: Path, kind: str) -> Path:
+    """A model config of each kind; the text trunk's files lie beside it."""
+    found = copy.deepcopy(MODEL)
+    if kind == "resnet":
+        found["vision_cfg"] = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}
+    if kind == "timm":
+        words = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(WORDS))])}
+        stock = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        stock.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        PreTrainedTokenizerFast(tokenizer_object=stock, model_max_length=16, **special).save_pretrained(str(folder))
+        bert = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                          intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=0.0,
+                          attention_probs_dropout_prob=0.0)  # fmt: skip
+        BertModel(bert).save_pretrained(str(folder))
+        found["vision_cfg"] = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear", "image_size": 160}
+        found["text_cfg"] = {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "hf_proj_type": "mlp",
+                             "hf_pooler_type": "mean_pooler", "context_length": 16}  # fmt: skip
+    path = folder / f"{kind}.json"
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return path
+
+
+@functools.cache
+def built(path: Path) -> Model:
+    torch.manual_seed(0)
+    model = build_model(str(path))
+    if (words := getattr(model.towers.clip, "token_embedding", None)) is not None:  # 49408 rows: most of the time
+        words.weight = nn.Parameter(words.weight[:WORDS].detach().clone())
+    return model
+
+
+def build(folder: Path, case: Case) -> Model:
+    found = built(folder / f"{'native' if case.model == 'odd' else case.model}.json")
+    model = dataclasses.replace(found, towers=copy.deepcopy(found.towers))
+    if case.model == "odd":
+        model.towers.clip.visual.ln_post = Odd(model.towers.clip.visual.ln_post)
+    for side in case.locked:
+        model.towers.lock(side)
+    model.towers.to(case.dtype)
+    return model
+
+
+def own_batch(case: Case, step: int, rows: slice | None = None) -> Batch:
+    """This rank's rows of a step's joint batch."""
+    if rows is None:
+        rank = dist.get_rank()
+        rows = slice(sum(SPLIT[:rank]), sum(SPLIT[: rank + 1]))
+    g, total = torch.Generator().manual_seed(step), sum(SPLIT)
+    size = 160 if case.model == "timm" else 32
+    images = torch.randn(total, 3, size, size, generator=g)[rows].to(case.dtype)
+    tokens, ids = torch.randint(1, WORDS, (total, 16), generator=g)[rows], torch.arange(total)[rows]
+    return Batch(images, tokens, ids, ids, ids, [f"k{i}" for i in ids.tolist()])
+
+
+def stepper(folder: Path, case: Case, fsdp: bool) -> Stepper:
+    model = build(folder, case)
+    runner = Runner(torch.device("cpu"), case.precision, progress=False)
+    source: Any = Live(model, case.from_trunk)
+    settings = TrainSettings(**{"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, **dict(case.more)})
+    s = Stepper(settings, model, clip_loss("sym", "learned").to(case.dtype), source, runner)
+    s.towers.train()
+    return s
+
+
+def gradients(s: Stepper) -> Found:
+    named = [*s.towers.named_parameters(), *s.loss.named_parameters()]
+    return {n: sharding.whole(p.grad).clone() for n, p in named if p.grad is not None}
+
+
+def state_of(s: Stepper) -> Found:
+    """As ``Trainer.state`` has it; None for tensors of other ranks than 0."""
+    locked = s.towers.locked_names()
+    return copy.deepcopy({
+        "taken": 1, "towers": sharding.gathered({k: v for k, v in s.towers.state_dict().items() if k not in locked}),
+        "loss": s.loss.state_dict(), "optimizer": sharding.gathered(s.optimizer.state_dict()),
+    })  # fmt: skip
+
+
+def shares(tensors: list[Tensor]) -> tuple[int, int]:
+    """Numbers that this rank holds of tensors, and all there are."""
+    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors), sum(
+        t.numel() for t in tensors
+    )
+
+
+def several_steps(folder: Path, case: Case, fsdp: bool) -> Found:
+    s = stepper(folder, case, fsdp)
+    found: Found = {"numbers": s.take(own_batch(case, 0), 0, 0, 10, True), "gradients": gradients(s)}
+    for step in range(1, STEPS):
+        s.take(own_batch(case, step), step, 0, 10, False)
+    found["state"] = state_of(s)
+    s.take(own_batch(case, STEPS), STEPS, 0, 10, False)
+    parameters = [p for p in s.towers.parameters() if p.requires_grad]
+    moments = [m for p in parameters for m in (s.optimizer.state[p]["exp_avg"], s.optimizer.state[p]["exp_avg_sq"])]
+    found["held"] = {"parameters": shares(list(s.towers.parameters())), "moments": shares(moments),
+            "gradients": shares([p.grad for p in parameters if p.grad is not None])}  # fmt: skip
+    return {**found, "last": state_of(s)}
+
+
+def continued(folder: Path, case: Case, fsdp: bool, rows: slice | None = None) -> Found:
+    """The state after the step behind ``checkpoint.pt``, of a run that takes that up."""
+    s = stepper(folder, case, fsdp)
+    with torch.no_grad():  # other weights and running lengths, to be overwritten
+        s.loss({side: torch.randn(4, 16, dtype=case.dtype) for side in ("image", "text")})
+        for p in s.parameters:
+            p.add_(1)
+    path = folder / "checkpoint.pt"
+    resume.load(torch.load(path, weights_only=True), path, s.towers, s.loss, s.optimizer)
+    s.take(own_batch(case, STEPS, rows), STEPS, 0, 10, False)
+    return state_of(s)
+
+
+# --- one start for all ------------------------------------------------------------------------------------------------
+
+
+def not_finite(folder: Path, fsdp: bool) -> Found:
+    """A step that only rank 1 has bad pixels in, between two good ones."""
+    case = CASES["odd parameters"]
+    s = stepper(folder, case, fsdp)
+    s.take(own_batch(case, 0), 0, 0, 10, False)
+    before, bad = state_of(s), own_batch(case, 1)
+    assert bad.images is not None
+    bad.images[3 if dist.get_rank() == 1 else slice(0, 0)] = torch.nan
+    try:
+        s.take(bad, 1, 0, 10, False)
+    except NotFinite as error:
+        facts = error.facts
+    after = state_of(s)
+    s.take(own_batch(case, 1), 1, 0, 10, False)
+    return {"before": before, "after": after, "facts": facts, "went on": state_of(s)}
+
+
+def filled(folder: Path) -> Found:
+    """Features of the copy that rank 0 runs alone and of towers not shared out; where their numbers are meanwhile."""
+    case = CASES["odd parameters"]
+    found: Found = {}
+    for fsdp in (False, True):
+        s = stepper(folder, case, fsdp)
+        s.take(own_batch(case, 0), 0, 0, 10, False)
+        with sharding.filled(s.model.towers, s.towers):
+            if dist.get_rank() == 0:
+                batch = own_batch(case, 7)
+                with torch.no_grad():
+                    found[f"features {fsdp}"] = s.model.towers.eval()(batch.images, batch.tokens)
+            found[f"inside {fsdp}"] = {p.device.type for p in s.model.towers.parameters()}
+        found[f"after {fsdp}"] = {p.device.type for p in s.model.towers.parameters()}
+        s.towers.train()
+        s.take(own_batch(case, 1), 1, 0, 10, False)
+        found[f"went on {fsdp}"] = state_of(s)
+    return found
+
+
+def summed(folder: Path) -> Found:
+    """The planted fault: gradients of ranks added up, and not their mean."""
+    s = stepper(folder, CASES["plain"]._replace(more=()), True)
+    towers: Any = s.towers
+    for module in (towers, *sharding.blocks(towers)):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        module.set_gradient_divide_factor(1.0)
+    s.take(own_batch(CASES["plain"], 0), 0, 0, 10, False)
+    return gradients(s)
+
+
+def on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
+    try:
+        place = Path(folder)
+        ways = {"ddp": False, "fsdp": True}
+        found: Found = {n: {w: several_steps(place, c, fsdp) for w, fsdp in ways.items()} for n, c in CASES.items()}
+        if rank == 0:
+            torch.save(found["locked"]["fsdp"]["state"], place / "checkpoint.pt")
+        dist.barrier()
+        found["continued"] = {w: continued(place, CASES["locked"], fsdp) for w, fsdp in ways.items()}
+        found["not finite"] = {w: not_finite(place, fsdp) for w, fsdp in ways.items()}
+        found["filled"] = filled(place)
+        found["summed"] = summed(place)
+        torch.save(found, f"{folder}/rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,168 @@
+"""embed.py as a user starts it: a model and data become a file that is evaluated as the model is, and can be served."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmclip import load_model
+from mmclip.commands.embed import embed
+from mmclip.config.embed import EmbedSettings
+from mmclip.data.shards import open_data
+from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.features import Source
+from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
+from mmclip.errors import UsageError
+from mmclip.evaluation.bank import draw_bank
+from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.evaluate import evaluate
+from mmclip.models.factory import Model
+from mmclip.retrieval.hubness import log_evidence, native_exponents
+from tests.helpers.tiny import run_script
+
+RUNNER = Runner(torch.device("cpu"), progress=False)
+BANK_SIZE = 40
+
+
+def bank_of(data: Path, side: str, model: Model, size: int) -> torch.Tensor:
+    source = Source.open(open_data(str(data), "train"), model, RUNNER, None, "bank")
+    return draw_bank(source, [side], size, model, RUNNER).vectors[side]
+
+
+@pytest.fixture(scope="module")
+def written(learned_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """x.safetensors of a run that trained i2t, with evidence."""
+    path = tmp_path_factory.mktemp("embed") / "made" / "x.safetensors"
+    done = run_script("embed.py", "--model", learned_run, "--data", tiny_data, "--bank", tiny_data, "--bank-size",
+                      BANK_SIZE, "--workers", 0, "--device", "cpu", "--output", path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"embeddings: {path}: 24 images, 120 texts, D = 16, evidence of t2i\n"
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(written: Path) -> SavedEmbeddings:
+    return load_embeddings(written)
+
+
+@pytest.fixture(scope="module")
+def model(learned_run: Path) -> Model:
+    return load_model(str(learned_run))
+
+
+def test_the_file_is_evaluated_as_the_model_is(saved: SavedEmbeddings, model: Model, tiny_data: Path) -> None:
+    main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
+    live = EvalSource.open(main, {"distractors": extra}, model, RUNNER).eval_data(model, RUNNER)
+    data = saved.eval_data()
+    assert data.fingerprint() == live.fingerprint()
+    native = native_exponents(saved.facts)
+    assert native == native_exponents(model.facts)
+    found, wanted = (evaluate(d, native, {}, resamples=20).json for d in (data, live))
+    assert found == wanted and set(found["pools"]) == {"full", "distractors"}
+
+
+def test_ids_are_the_images_with_a_number_for_each_caption(saved: SavedEmbeddings) -> None:
+    assert len(set(saved.image_ids)) == 24 and saved.owner == [row for row in range(24) for _ in range(5)]
+    assert saved.text_ids[:6] == [f"{saved.image_ids[0]}#{n}" for n in range(5)] + [f"{saved.image_ids[1]}#0"]
+
+
+def test_the_evidence_is_that_of_drawn_training_captions(
+    saved: SavedEmbeddings, model: Model, tiny_data: Path, learned_run: Path
+) -> None:
+    assert saved.facts == model.facts and saved.model == str(learned_run)
+    alpha = model.facts["logit_scale_i2t"]
+    assert saved.alpha == {"i2t": alpha, "t2i": None}
+    bank = bank_of(tiny_data, "text", model, BANK_SIZE)
+    wanted = log_evidence(saved.image, bank, native_exponents(model.facts), alpha)
+    assert torch.allclose(saved.evidence["t2i"], wanted, atol=1e-4)
+    assert saved.bank["size"] == {"text": BANK_SIZE} and saved.bank["name"].endswith("[train]")
+
+
+def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(learned_run / "model", folder)
+    facts = json.loads((folder / "mmclip.json").read_text(encoding="utf-8"))
+    facts |= {"loss": "sym", "i2t_weight": 0.5, "logit_scale_t2i": 2.0}
+    (folder / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
+    path = tmp_path / "x.npz"
+    embed(EmbedSettings(model=str(folder), data=str(tiny_data), bank=str(tiny_data), bank_size=9, workers=0,
+                        device="cpu", output=str(path)))  # fmt: skip
+    found, other = load_embeddings(path), load_model(str(folder))
+    assert {d: len(e) for d, e in found.evidence.items()} == {"i2t": 120, "t2i": 24}
+    images = bank_of(tiny_data, "image", other, 9)
+    wanted = log_evidence(found.text, images, native_exponents(facts), 2.0)  # texts asked images: the trained t2i
+    assert torch.allclose(found.evidence["i2t"], wanted, atol=1e-4)
+    assert found.bank["size"] == {"image": 9, "text": 9} and found.bank["overlap"] == {"image": 0, "text": 0}
+
+
+def test_a_model_of_an_unknown_loss_has_nothing_to_correct(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(learned_run / "model", tmp_path / "model")
+    facts = json.loads((tmp_path / "model" / "mmclip.json").read_text(encoding="utf-8")) | {"loss": "other"}
+    (tmp_path / "model" / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(UsageError, match="names no known loss: nothing can be corrected"):
+        embed(EmbedSettings(model=str(tmp_path / "model"), data=str(tiny_data), bank=str(tiny_data), device="cpu",
+                            output=str(tmp_path / "x.npz")))  # fmt: skip
+
+
+def test_a_bank_of_the_very_data_is_refused(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--bank .*the evaluation data themselves"):
+        embed(EmbedSettings(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
+                            workers=0, device="cpu", output=str(tmp_path / "x.npz")))  # fmt: skip
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_random_weights_are_written_for_numpy_and_have_no_evidence(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", tiny_model, "--data", tiny_data, "--workers", 0, "--output", tmp_path / "x.npz"]
+    done = run_script("embed.py", *flags)
+    assert done.returncode == 0, done.stderr
+    found = load_embeddings(tmp_path / "x.npz")
+    assert (found.facts, found.alpha, found.evidence) == ({}, {"i2t": None, "t2i": None}, {})
+    done = run_script("embed.py", *flags, "--bank", tiny_data)
+    assert done.returncode == 2 and "has no scale of" in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: --bank: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"output": "x.npz"}, "--model is needed"),
+        ({"model": "m"}, r"--output nothing: a file ending in \.safetensors or \.npz"),
+        ({"model": "m", "output": "x.pt"}, r"--output 'x\.pt'"),
+        ({"model": "m", "output": "x.npz", "bank_size": 0}, "--bank-size 0: expected at least 1"),
+    ],
+)
+def test_wrong_flags_are_told_before_anything_is_loaded(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        EmbedSettings(**given)
+
+
+def test_a_folder_is_no_output_and_a_missing_bank_is_told_first(tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.npz").mkdir()
+    with pytest.raises(UsageError, match="a folder of that name"):
+        EmbedSettings(model="m", output=str(tmp_path / "x.npz"))
+    done = run_script("embed.py", "--model", "no-such-model", "--data", tiny_data, "--bank", tmp_path / "nowhere",
+                      "--output", tmp_path / "y.npz")  # fmt: skip
+    assert done.returncode == 2 and "nowhere" in done.stderr and not (tmp_path / "y.npz").exists()
+
+
+def test_the_examples_of_the_documentation_run(root: Path, written: Path) -> None:
+    pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "serving.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        cwd=written.parent, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    flat, hnsw, int8 = done.stdout.splitlines()[1:]
+    assert flat.startswith("flat EngineCheck(recall=1.0, ") and hnsw.startswith("HNSW") and int8.startswith("int8")

@@ -1,0 +1,164 @@
+"""Projection heads on two real frozen trunks and real photos: every loss with every normalization, and the export."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmclip import load_model
+from mmclip.config.clip import CONFIGS, TrainSettings
+from mmclip.config.files import read_config
+from mmclip.data.shards import open_data
+from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.features import Source
+from mmclip.losses.contrastive import LOSS_WEIGHTS
+from mmclip.models.factory import build_model
+from mmclip.similarity import Normalization
+from mmclip.training.step import seed_of
+from mmclip.training.trainer import Trainer
+from tests.helpers.tiny import run_script
+
+pytestmark = pytest.mark.real
+IMAGES = 384
+
+
+@pytest.fixture(scope="module")
+def settings(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    os.environ["MMCLIP_SHARED"] = str(shared)
+    values = read_config(TrainSettings, CONFIGS / "flickr8k_heads.yaml")
+    cache = tmp_path_factory.mktemp("cache")
+    return {**values, "batch_size": 64, "train_num_samples": IMAGES, "workers": 0, "cache_dir": str(cache)}
+
+
+@pytest.fixture(scope="module")
+def cached(settings: dict[str, object]) -> Source:
+    """The trunks run once; every run below trains from their outputs."""
+    s = TrainSettings(**settings)  # type: ignore[arg-type]
+    model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
+    for side in ("image", "text"):
+        model.towers.lock(side)
+    data = open_data(s.train_data).subset(range(IMAGES))
+    return Source.open(data, model, Runner(torch.device("cpu"), progress=False), Path(s.cache_dir), "test")
+
+
+@pytest.mark.parametrize("norm", list(Normalization))
+@pytest.mark.parametrize("loss", list(LOSS_WEIGHTS))
+def test_all_fifteen_pairs_train_with_finite_falling_losses(
+    settings: dict[str, object], cached: Source, tmp_path: Path, loss: str, norm: Normalization
+) -> None:
+    s = TrainSettings(**{**settings, "loss": loss, "norm": norm.value, "epochs": 8})  # type: ignore[arg-type]
+    torch.manual_seed(seed_of(s.seed))
+    model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
+    for side in ("image", "text"):
+        model.towers.lock(side)
+    trainer = Trainer(s, tmp_path, model, cached, None, Runner(torch.device("cpu"), progress=False))
+    trainer.towers.train()
+    losses = []
+    for epoch in range(s.epochs):
+        for batch in trainer.batches.batches(epoch):
+            numbers = trainer.stepper.take(batch, len(losses), trainer.warmup, trainer.total_steps, log=True)
+            losses.append(numbers["loss"])
+    assert all(math.isfinite(v) for v in losses)
+    assert losses[0] > 0.7 * math.log(64), "it starts near chance, not saturated"
+    assert sum(losses[-6:]) < 0.75 * sum(losses[:6])
+
+
+def test_export_with_a_hugging_face_tower_is_whole(
+    settings: dict[str, object], shared: Path, tmp_path: Path, cached: Source
+) -> None:
+    done = run_script(
+        "train_clip.py",
+        "--config",
+        "flickr8k_heads",
+        "--max-steps",
+        3,
+        "--warmup",
+        1,
+        "--batch-size",
+        64,
+        "--norm",
+        "learned",
+        "--train-num-samples",
+        IMAGES,
+        "--val-data",
+        "none",
+        "--cache-dir",
+        str(settings["cache_dir"]),
+        "--logs",
+        tmp_path,
+        "--name",
+        "run",
+        "--device",
+        "cpu",
+        MMCLIP_SHARED=str(shared),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trunk (1/" not in done.stderr, "the cache of the same model, weights, data and transform was used"
+    folder = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "run" / "model", folder)
+    shutil.rmtree(tmp_path / "run")
+    model = load_model(str(folder))
+    assert 0.4 < model.facts["gamma_q"] < 0.6
+    captions = ["a dog runs", "two people on a beach at sunset"]
+    ours = model.towers(text=model.tokenize(captions))[1]
+    torch.save(ours.detach(), tmp_path / "ours.pt")
+    # Stock open_clip finds the text tower's config where it is started: inside the folder.
+    code = (
+        "import torch, open_clip\n"
+        f"m = open_clip.create_model('local-dir:{folder}').eval(); t = open_clip.get_tokenizer('local-dir:{folder}')\n"
+        f"f = m.encode_text(t({captions!r}))\n"
+        f"torch.testing.assert_close(f, torch.load({str(tmp_path / 'ours.pt')!r}))\n"
+    )
+    stock = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert stock.returncode == 0, stock.stderr[-2000:]
+
+
+def test_float16_trunk_weights_become_float32(settings: dict[str, object]) -> None:
+    s = TrainSettings(**settings)  # type: ignore[arg-type]
+    model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
+    assert {p.dtype for p in model.towers.parameters()} == {torch.float32}
+
+
+def test_unlocked_towers_train_on_real_photos(shared: Path, tmp_path: Path) -> None:
+    done = run_script(
+        "train_clip.py",
+        "--config",
+        "flickr8k_scratch",
+        "--max-steps",
+        4,
+        "--warmup",
+        1,
+        "--batch-size",
+        16,
+        "--val-data",
+        "none",
+        "--workers",
+        0,
+        "--logs",
+        tmp_path,
+        "--name",
+        "run",
+        "--loss",
+        "asym-i2t",
+        "--norm",
+        "qnorm",
+        "--device",
+        "cpu",
+        MMCLIP_SHARED=str(shared),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "run" / "model" / "open_clip_model.safetensors").is_file()

@@ -1,0 +1,212 @@
+"""Truths planted in embeddings are found as often as the intervals promise, and what is not there is not found.
+
+Bounds on counts are quantiles of the binomial distribution at 0.1 %: a fault shows, luck does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom, norm
+
+from mmclip.evaluation.comparison import verdict
+from mmclip.evaluation.diagnostics import diagnose
+from mmclip.evaluation.eval_set import Distractors, EvalData
+from mmclip.evaluation.evaluate import evaluate
+from mmclip.evaluation.results import Results
+from mmclip.metrics.auc import length_auc
+from mmclip.metrics.magnitude import length_effects
+from mmclip.retrieval.ranking import Ranking, rank
+from mmclip.similarity import Exponents, Normalization
+
+COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
+QUERIES, OWN, OTHERS, DIM = 60, 5, 5, 32  # each query's ten best by cosine are its own five and five distractors
+SEEDS, RESAMPLES = 50, 200
+Rng = np.random.Generator
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Hundreds of small products: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def planted(seed: int, d: float) -> tuple[EvalData, np.ndarray]:
+    """(image queries with captions and caption distractors, [Q OWN + Q OTHERS] lengths of the captions, then theirs).
+
+    Lengths are normal with standard deviation 1; those of relevant captions have a mean larger by ``d``, the population
+    Cohen's d. Captions of one image have correlated lengths (0.9): an interval that draws them apart is far too narrow.
+    """
+    rng = np.random.default_rng(seed)
+    image = 3 * rng.normal(size=(QUERIES, DIM))
+    of_image = np.repeat(rng.normal(size=QUERIES), OWN)
+    own = 10 + d + np.sqrt(0.9) * of_image + np.sqrt(0.1) * rng.normal(size=QUERIES * OWN)
+    lengths = np.concatenate([own, rng.normal(10, 1, size=QUERIES * OTHERS)])
+    near = np.concatenate([np.repeat(image, n, axis=0) for n in (OWN, OTHERS)])
+    vectors = torch.tensor(unit(near + 0.5 * rng.normal(size=near.shape)) * lengths[:, None])
+    n = QUERIES * OWN
+    data = EvalData(
+        image=torch.tensor(image),
+        text=vectors[:n],
+        pairs=torch.tensor([[t // OWN, t] for t in range(n)]),
+        image_keys=[str(i) for i in range(QUERIES)],
+        captions=["a caption"] * n,
+        distractors=[Distractors("distractors", text=vectors[n:])],
+    )
+    return data, lengths
+
+
+def ranked(data: EvalData) -> tuple[Ranking, np.ndarray, np.ndarray]:
+    """(cosine ranking over captions and distractors, clusters of its queries, clusters of its documents)."""
+    documents = torch.cat([data.text, data.distractors[0].text])
+    exponents = {"cosine": Normalization.COSINE.exponents}
+    cosine = rank(data.image, documents, data.pairs, exponents, top_k={"cosine": 10})["cosine"]
+    alone = QUERIES + np.arange(QUERIES * OTHERS)
+    return cosine, cosine.queries, np.concatenate([np.repeat(np.arange(QUERIES), OWN), alone])
+
+
+def check_coverage(found: np.ndarray, truth: float) -> None:
+    """found [SEEDS, 3]: value, lower and upper end of a 95 % interval. Neither too narrow, too wide, nor beside it."""
+    value, lo, hi = found.T
+    covered = int(((lo <= truth) & (truth <= hi)).sum())
+    assert covered >= binom.ppf(0.001, len(found), 0.95), covered
+    assert np.mean(hi - lo) / (2 * norm.ppf(0.975)) == pytest.approx(value.std(ddof=1), rel=0.35)
+    assert value.mean() == pytest.approx(truth, abs=4 * value.std(ddof=1) / np.sqrt(len(found)))
+
+
+@pytest.mark.parametrize("d", [-0.8, 0.0, 0.5, 2.0])
+def test_intervals_of_d_and_of_auc_cover_what_was_planted(d):
+    area = norm.cdf(d / np.sqrt(2))  # AUC of two normal distributions, d of their standard deviations apart
+    found: dict[tuple[str, float], list[list[float]]] = {}
+    for seed in range(SEEDS):
+        data, lengths = planted(seed, d)
+        reference = ranked(data)
+        for measure, truth in ((length_effects, d), (length_auc, area)):
+            effects = measure(lengths, *reference, resamples=RESAMPLES, seed=seed)
+            for name in ("topk", "corpus"):
+                value = effects[name][0]
+                assert (value["n_relevant"], value["n_irrelevant"]) == (QUERIES * OWN, QUERIES * OTHERS)
+                found.setdefault((name, truth), []).append([value["value"], *value["ci"]])
+    for (_, truth), values in found.items():
+        check_coverage(np.array(values), truth)
+
+
+def test_an_evaluation_reports_the_planted_d():
+    found: dict[str, list[list[float]]] = {"topk": [], "corpus": []}
+    for seed in range(20):
+        results = evaluate(planted(seed, 0.5)[0], QNORM, {}, resamples=RESAMPLES, seed=seed)
+        section = results.json["pools"]["distractors"]["magnitude"]["text"]["cohens_d"]
+        for name, values in found.items():
+            values.append([section[name]["value"], *section[name]["ci"]])
+    for values in found.values():
+        check_coverage(np.array(values), 0.5)
+
+
+@pytest.mark.parametrize("d", [-1.0, 1.0])
+def test_d_and_auc_have_the_planted_sign_on_every_reference_set(d):
+    data, lengths = planted(0, d)
+    reference = ranked(data)
+    how = {"resamples": RESAMPLES, "seed": 0}
+    effects, areas = length_effects(lengths, *reference, **how), length_auc(lengths, *reference, **how)
+    for name in ("topk", "corpus", "pairs"):
+        signed = np.sign(d) * np.array(effects[name][0]["ci"])
+        areas_signed = np.sign(d) * (np.array(areas[name][0]["ci"]) - 0.5)
+        assert min(signed) > 0, name
+        assert min(areas_signed) > 0, name
+
+
+def twins(rng: Rng, lengths: np.ndarray, native: Exponents, loss: str, relevant: np.ndarray) -> Results:
+    """A model's results on images that come as twins, equal but for noise, of ``lengths`` [2 n]; image ``relevant[t]``
+    is the one for caption t, which describes twins 2 (t // 2) and 2 (t // 2) + 1 alike. Angles have their own noise."""
+    n = len(lengths) // 2
+    scenes = np.random.default_rng(n).normal(size=(n, 24))  # the same for every model
+    image = np.repeat(scenes, 2, axis=0) + 0.3 * rng.normal(size=(2 * n, 24))
+    text = np.repeat(scenes, 2, axis=0) + 0.8 * rng.normal(size=(2 * n, 24))
+    names = [str(i) for i in range(2 * n)]
+    pairs = torch.tensor(np.column_stack([relevant, np.arange(2 * n)]))
+    data = EvalData(torch.tensor(unit(image) * lengths[:, None]), torch.tensor(text), pairs, names, names)
+    return evaluate(data, native, {"trained_with": {"loss": loss}}, resamples=20)
+
+
+def verdicts(
+    seeds: int, change: Callable[[Rng, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+) -> dict[str, Counter]:
+    """Counts of verdicts over seeds. Images relevant to captions are longer by six standard deviations before
+    ``change(rng, lengths, relevant)`` gives what the run has instead; the control's lengths say nothing."""
+    counts = {"learned": Counter(), "useful": Counter()}
+    n = 160
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        first = 2 * (np.arange(n) // 2)
+        lengths = rng.normal(1, 0.05, size=n)
+        lengths[first] += 0.3
+        lengths, relevant = change(rng, lengths, first)
+        run = twins(rng, lengths, QNORM, "asym-t2i", relevant)
+        control = twins(rng, rng.normal(1, 0.05, size=n), COSINE, "asym-t2i", relevant)
+        baseline = twins(rng, rng.normal(1, 0.05, size=n), COSINE, "sym", relevant)
+        found = verdict(run, control, baseline, resamples=RESAMPLES, seed=seed)
+        for name, counter in counts.items():
+            counter[found[name]["verdict"]] += 1
+    return counts
+
+
+def test_a_planted_length_is_learned_and_useful():
+    assert verdicts(10, lambda rng, lengths, relevant: (lengths, relevant)) == {
+        "learned": {True: 10},
+        "useful": {True: 10},
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rng, lengths, relevant: (rng.permutation(lengths), relevant),
+        lambda rng, lengths, relevant: (lengths, rng.integers(0, len(lengths), len(lengths))),
+    ],
+    ids=["permuted lengths", "permuted relevance"],
+)
+def test_permuted_lengths_and_relevance_are_neither_but_for_what_95_percent_allow(change):
+    seeds = 40
+    for name, counter in verdicts(seeds, change).items():
+        # an interval of 95 % lies above 0 by chance in 2.5 % of the cases
+        assert counter[True] <= binom.ppf(0.999, seeds, 0.025), (name, counter)
+
+
+@pytest.mark.parametrize("rho", [-0.7, 0.0, 0.9])
+def test_the_relevance_counter_follows_the_planted_correlation(rho):
+    rng = np.random.default_rng(0)
+    n_queries, n = 80, 600
+    z = rng.normal(size=n)
+    times = np.clip(np.round(40 + 12 * z), 1, n_queries).astype(int)
+    lengths = 10 + rho * z + np.sqrt(1 - rho**2) * rng.normal(size=n)
+    pairs = np.array([[q, j] for j in range(n) for q in rng.choice(n_queries, times[j], replace=False)])
+    query = torch.tensor(rng.normal(size=(n_queries, 8)))
+    document = torch.tensor(unit(rng.normal(size=(n, 8))) * lengths[:, None])
+    exponents = {"cosine": Normalization.COSINE.exponents}
+    rankings = rank(query, document, pairs, exponents, top_k={"cosine": 10})
+    found = diagnose(
+        query, document, rankings, rankings["cosine"].queries, np.arange(n), QNORM, fisher=False, resamples=20
+    )["relevance_count"]
+    spearman = 6 / np.pi * np.arcsin(rho / 2)  # of two normal numbers with Pearson correlation rho
+    assert found == {"value": pytest.approx(spearman, abs=4 / np.sqrt(n)), "n": n}
+
+
+def test_the_planted_pool_is_what_it_says():
+    data, lengths = planted(0, 1.0)
+    cosine, _, _ = ranked(data)
+    assert cosine.top_relevant.sum(axis=1).tolist() == [OWN] * QUERIES
+    others = np.sort(np.where(cosine.top_relevant, -1, cosine.top_ids), axis=1)[:, OWN:]
+    assert np.array_equal(others.ravel(), QUERIES * OWN + np.arange(QUERIES * OTHERS))  # its own distractors, each once
+    assert lengths.min() > 0
+    assert data.text.norm(dim=1).numpy() == pytest.approx(lengths[: QUERIES * OWN])

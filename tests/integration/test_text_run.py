@@ -1,0 +1,195 @@
+"""train_text's own process: what it refuses before a model loads, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from mmclip.commands import train_text as text_run
+from mmclip.commands.train_text import build_loss, check_settings, open_data, train_text
+from mmclip.config.text import TextTrainSettings
+from mmclip.data.text_places import folder_and_split
+from mmclip.errors import UsageError
+from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
+from mmclip.models.text_encoder import load_text_model
+from mmclip.similarity import Direction
+from tests.helpers.texts import make_beir, make_bert
+
+Make = Callable[..., TextTrainSettings]
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_beir(tmp_path_factory.mktemp("data") / "beir", queries=40, documents=80)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(beir: Path, bert: Path, tmp_path: Path) -> Make:
+    def settings(**changed: Any) -> TextTrainSettings:
+        known: dict[str, Any] = {
+            "model": str(bert), "train_data": str(beir), "val_data": [str(beir)], "logs": str(tmp_path), "name": "x",
+            "batch_size": 4, "epochs": 2, "watch_queries": 5, "lr": 1e-3, "device": "cpu", "measure_start": False,
+        }  # fmt: skip
+        return TextTrainSettings(**known | changed)
+
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"batch_size": 64}, "--batch-size 64: there are only 20 training pairs in"),
+        ({"batch_size": 22, "train_fraction": 0.5}, "--batch-size 22: there are only"),
+        ({"val_data": ["BEIR:dev"]}, "no split 'dev'; splits in qrels/: test, train"),
+        ({"val_data": ["BEIR:train", "BEIR:test", "BEIR"]}, "--val-data: beir-test is named twice"),
+        ({"val_data": ["/nowhere"]}, "/nowhere: no such folder; a BEIR folder has"),
+        ({"train_split": "dev"}, "no split 'dev'"),
+        ({"watch_queries": 15}, "--watch-queries 15"),
+        ({"resume": "latest"}, "holds no run; check --logs and --name"),
+    ],
+)
+def test_faults_of_data_are_told_before_a_model_loads(
+    make: Make, beir: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(text_run, "open_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    if "val_data" in changed:
+        changed = {"val_data": [text.replace("BEIR", str(beir)) for text in changed["val_data"]]}
+    with pytest.raises(UsageError) as error:
+        train_text(make(**changed))
+    assert told in str(error.value) and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_split_without_a_judgment_is_told_before_a_model_loads(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_run, "open_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    folder = make_beir(tmp_path / "beir", splits=("train", "test"))
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t0\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="no query with a relevant document"):
+        train_text(make(val_data=[str(folder)]))
+
+
+def test_a_folder_with_a_colon_in_its_name_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+    assert folder_and_split(str(tmp_path / "a:b")) == (tmp_path / "a:b", "test")
+    assert folder_and_split(f"{tmp_path / 'a:b'}:dev") == (tmp_path / "a:b", "dev")
+
+
+def test_a_continuation_names_each_setting_that_is_another(make: Make, tmp_path: Path) -> None:
+    path, before = tmp_path / "config.yaml", make().to_dict()
+    path.write_text(yaml.safe_dump(before))
+    check_settings(path, make(resume="latest", save_steps=1, strict=True, val_data=None).to_dict())
+    with pytest.raises(UsageError, match=r"norm was cosine, is dot, lr was 0\.001, is 0\.002$"):
+        check_settings(path, {**before, "lr": 0.002, "norm": "dot"})
+    path.write_text("- no mapping")
+    with pytest.raises(UsageError, match="not the settings of a run"):
+        check_settings(path, before)
+
+
+def test_the_loss_is_the_one_of_the_flags(make: Make, bert: Path) -> None:
+    settings = make(loss="both", q2d_weight=0.75, norm="learned", gamma_init=0.3, mini_batch_size=2)
+    model, data = load_text_model(str(bert)), open_data(settings, 1)
+    loss = build_loss(settings, model, data.pairs, 1)
+    assert isinstance(loss, CachedRoleRankingLoss) and loss.mini_batch_size == 2
+    assert loss.loss.weights == {Direction.Q2D: 0.75, Direction.D2Q: 0.25}
+    assert [n for n, p in loss.named_parameters() if p.requires_grad and not n.startswith("model.")] == [
+        "loss.similarity.gamma_hat_q",
+        "loss.similarity.gamma_hat_d",
+    ], "alpha is held"
+    assert len(loss.relevant) == len(np.unique(data.pairs.relevant, axis=0)), "judgments of held-out queries, too"
+    assert type(build_loss(make(), model, data.pairs, 1)) is RoleRankingLoss
+    assert data.held_out is not None and len(data.held_out.queries) == 5
+    assert not set(data.held_out.queries) & set(data.pairs.queries), "what is watched is not trained on"
+
+
+def test_gamma_moves_at_its_own_rate_alpha_not_at_all_and_a_finished_run_is_left_alone(
+    make: Make, beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = make(norm="learned", gamma_lr=0.1, lr=1e-6, warmup=0, max_steps=4, measure_start=True,
+                    val_data=[str(beir), f"{beir}:train"])  # fmt: skip
+    folder = train_text(settings)
+    lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [x for x in lines if "loss" in x]
+    assert [x["step"] for x in steps] == [1, 2, 3, 4] and {x["epoch"] for x in steps} == {0}
+    assert len({x["logit_scale_q2d"] for x in steps}) == 1
+    assert 0.02 < abs(steps[0]["gamma_d"] - 0.5) < 0.03, "Adam's first step: 0.1 of gamma_hat, a quarter of it in gamma"
+    assert steps[0]["effective_scale_q2d"] == pytest.approx(20, rel=1e-4)
+    for name in ("loss_q2d", "norm_query_mean", "norm_document_mean", "lr", "pairs_per_second"):
+        assert all(x[name] > 0 for x in steps), name
+    watched = [x for x in lines if "loss" not in x]
+    assert [x["step"] for x in watched] == [4] and 0 <= watched[0]["val_q2d_ndcg@10_cosine"] <= 1
+    facts = json.loads((folder / "model" / "mmclip.json").read_text())
+    assert facts["removed"] == ["Normalize"] and facts["steps"] == 4 and facts["model"] == settings.model
+    assert facts["gamma_d"] == steps[-1]["gamma_d"] and f"{facts['gamma_d']:.4g}" in facts["scoring"]
+    results, start = (json.loads((folder / f"{n}.json").read_text()) for n in ("results", "start"))
+    assert results["trained_with"]["gamma_d"] == facts["gamma_d"] and results["seconds"] > 0
+    assert (results["steps"], results["seed"], start["steps"]) == (4, 0, 0)
+    assert start["trained_with"]["gamma_d"] == 0.5 and start["fisher"]["q2d"]["status"] == "undetermined"
+    other = json.loads((folder / "evaluations" / "beir-train" / "results.json").read_text())
+    assert other["data"]["split"] == "train" and results["data"]["split"] == "test"
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == settings.to_dict()
+    saved = load_text_model(str(folder))
+    assert saved.removed == [] and saved.facts["gamma_q"] == facts["gamma_q"]
+    stamp = (folder / "results.json").stat().st_mtime_ns
+    capsys.readouterr()
+    train_text(make(**settings.to_dict() | {"resume": "latest"}))
+    assert "this run is finished" in capsys.readouterr().err
+    assert (folder / "results.json").stat().st_mtime_ns == stamp
+
+
+def test_normalize_stays_where_it_is_asked_for(make: Make) -> None:
+    folder = train_text(make(keep_normalize=True, max_steps=1, val_data=None, watch_queries=0))
+    facts = json.loads((folder / "model" / "mmclip.json").read_text())
+    assert facts["removed"] == [] and facts["scoring"] == "rank documents by cosine"
+    assert torch.allclose(load_text_model(str(folder), keep_normalize=True).encode(["bal"], "query").norm(),
+                          torch.ones(()))  # fmt: skip
+    assert not (folder / "results.json").exists()
+    with pytest.raises(UsageError, match="--keep-normalize with --norm dot"):
+        make(keep_normalize=True, norm="dot")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(make: Make) -> None:
+    with pytest.raises(UsageError, match=r"^step \d+: the loss is not finite, and nothing is saved of it"):
+        train_text(make(norm="dot", lr=1e30, warmup=0, epochs=8, val_data=None, watch_queries=0, grad_clip_norm=0))
+
+
+def test_weights_that_are_not_finite_are_no_result(make: Make) -> None:
+    with pytest.raises(UsageError, match=r"^step 1: weights that are not finite \(\d+ tensors, the first "):
+        train_text(make(norm="dot", lr=1e38, warmup=0, max_steps=1, val_data=None, watch_queries=0))
+    assert not list(Path(make().logs).glob("*/model")) and not list(Path(make().logs).glob("*/checkpoints/check*"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("mmclip_run.json", b'{"step": 2', "a damaged checkpoint"),
+        ("model.safetensors", b"\0" * 64, "a damaged checkpoint"),
+        ("optimizer.pt", b"\x80\x02", "a damaged checkpoint"),
+        ("mmclip_run.json", b'{"step": 2, "seconds": 1.0, "ranks": 2}', "the run had 2 processes at step 2, now there"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(
+    make: Make, monkeypatch: pytest.MonkeyPatch, file: str, content: bytes, told: str
+) -> None:
+    settings = make(max_steps=2, val_data=None, watch_queries=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("mmclip.commands.train_text.finish", lambda *_: None)  # killed before the model was saved
+        folder = train_text(settings)
+    (checkpoint,) = (folder / "checkpoints").glob("checkpoint-2")
+    (found,) = [p for p in (checkpoint / file, checkpoint / "0_Transformer" / file) if p.is_file()]
+    found.write_bytes(content)
+    with pytest.raises(UsageError, match=f"checkpoint-2: {told}"):
+        train_text(make(**settings.to_dict() | {"resume": "latest"}))

@@ -1,0 +1,213 @@
+"""A grid of text trainings: planned, started by its own script, read back whole, and what it leaves."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmclip.config.study import StudySettings
+from mmclip.data.text_places import EVALUATIONS, folder_and_split
+from mmclip.errors import UsageError
+from mmclip.evaluation.results import load_results, save_results
+from mmclip.study.finished import damaged
+from mmclip.study.plan import Cell, Plan
+from mmclip.study.runner import is_finished
+from mmclip.study.study import study
+from mmclip.study.text_study import data_name, gather, numbers, read_run, require_data
+from tests.helpers.studying import plan
+from tests.helpers.text_studying import INSIDE, OUTSIDE, QUERIES, planted
+
+# What train_text.py does as far as a study sees it: it copies results that were made before
+STAND_IN = """
+import json, pathlib, shutil, sys, yaml
+s = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
+here = pathlib.Path(__file__).parent
+with open(here / "starts.txt", "a") as f:
+    f.write(f"{s['norm']} {s['seed']} {s['measure_start']}\\n")
+shutil.copytree(here / "made" / f"{s['norm']}-{s['seed']}", pathlib.Path(s["logs"]) / s["name"])
+"""
+
+
+@pytest.fixture
+def beir(tmp_path: Path) -> Path:
+    """Two folders that look like data; nothing reads them."""
+    for name in ("scifact", "cranfield"):
+        (tmp_path / name / "qrels").mkdir(parents=True)
+        for file in ("corpus.jsonl", "queries.jsonl", "qrels/train.tsv", "qrels/test.tsv"):
+            (tmp_path / name / file).touch()
+    return tmp_path
+
+
+def text_plan(beir: Path, arms: str, **more: object) -> Plan:
+    head = f"script: train_text\nmodel: {beir}\ntrain_data: {beir}/scifact\n"
+    return plan(beir, f'{head}val_data: ["{beir}/scifact:test", "{beir}/cranfield"]\n{arms}', **more)
+
+
+def finished(folder: Path, norm: str, seed: int) -> None:
+    save_results(planted(INSIDE, QUERIES, seed, norm, 2.0, 0.0, 0.2), folder)
+    save_results(planted(OUTSIDE, QUERIES - 4, seed, norm, 2.0, 0.0, 0.2), folder / EVALUATIONS / OUTSIDE)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+
+
+ARMS = "seeds: [3, 4]\narms:\n  - {norm: cosine, measure_start: true}\n  - {norm: dot, measure_start: false}\n"
+
+
+def test_the_untrained_model_is_measured_with_an_arms_first_seed(beir: Path) -> None:
+    found = text_plan(beir, ARMS)
+    told = [(c.arm, c.seed, c.settings.measure_start) for c in found.cells]
+    assert told == [
+        ("q2d cosine", 3, True),
+        ("q2d dot", 3, False),
+        ("q2d cosine", 4, False),
+        ("q2d dot", 4, False),
+    ]
+    assert found.kind.script == "train_text" and len({c.folder for c in found.cells}) == 4
+    again = text_plan(beir, ARMS, set=["random_init=true"]).cells  # every seed has weights of its own
+    assert [c.settings.measure_start for c in again if c.arm == "q2d cosine"] == [True, True]
+
+
+def test_a_text_studys_losses_have_one_name_each_and_its_settings_are_train_texts(beir: Path) -> None:
+    cells = text_plan(beir, "arms:\n  - {loss: both, norm: dot, q2d_weight: [0, 0.25, 0.5, 1]}\n").cells
+    assert [c.arm for c in cells] == ["d2q dot", "both dot λ=0.25", "both dot", "q2d dot"]
+    for text, told in (
+        ("script: train_txt\narms:\n  - {norm: dot}\n", "script 'train_txt' is not one of train_clip, train_text"),
+        ("script: [a]\narms:\n  - {norm: dot}\n", "script is a single value"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(told)):
+            plan(beir, text)
+    for arms, told in (
+        ("arms:\n  - {i2t_weight: 0.5}\n", "unknown setting 'i2t_weight'"),
+        ("bank_size: 3\narms:\n  - {norm: dot}\n", "unknown setting 'bank_size'"),
+        ("arms:\n  - {norm: dot, val_data: []}\n", "val_data none: a study shows what its runs' evaluations say"),
+        ("arms:\n  - {norm: dot, keep_normalize: true}\n", "--keep-normalize with --norm dot"),
+        ("arms:\n  - {norm: dot, logs: a}\n", "logs is set by the study"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(told)):
+            text_plan(beir, arms)
+
+
+def test_a_run_is_known_by_what_changes_its_numbers(beir: Path) -> None:
+    one = text_plan(beir, "arms:\n  - {norm: dot}\n").cells[0].folder
+    same = text_plan(beir, "arms:\n  - {norm: dot}\n", set=["save_steps=3", "strict=true", "device=cpu"])
+    assert same.cells[0].folder == one
+    for change in ("lr=1e-4", "document_length=32", "positives=none", "train_split=test"):
+        assert text_plan(beir, "arms:\n  - {norm: dot}\n", set=[change]).cells[0].folder != one, change
+
+
+def test_data_that_are_not_there_are_told_before_a_run(beir: Path) -> None:
+    cells = text_plan(beir, ARMS).cells
+    require_data(cells)
+    (beir / "cranfield" / "qrels" / "test.tsv").unlink()
+    with pytest.raises(UsageError, match="cranfield: no split 'test'; splits in qrels/: train"):
+        require_data(cells)
+    (beir / "scifact" / "qrels" / "train.tsv").unlink()
+    with pytest.raises(UsageError, match="scifact: no split 'train'"):
+        require_data(cells)
+    (beir / "triples.tsv").touch()
+    others = text_plan(beir, ARMS, set=[f"train_data={beir}/triples.tsv", f"val_data={beir}/scifact"]).cells
+    require_data(others)  # triples have no splits
+
+
+def test_a_folder_whose_name_has_a_colon_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+    assert folder_and_split(f"{tmp_path}/a:b") == (tmp_path / "a:b", "test")
+    assert data_name(f"{tmp_path}/a:b:dev") == "a:b-dev"
+
+
+@pytest.fixture
+def cells(beir: Path) -> list[Cell]:
+    found = text_plan(beir, ARMS).cells
+    for cell in found:
+        finished(cell.folder, cell.settings.norm, cell.seed)
+    return found
+
+
+def test_finished_runs_are_read_by_arm_and_data_set(cells: list[Cell]) -> None:
+    assert damaged(cells, read_run) == {}
+    arms, unreadable = gather(cells)
+    assert not unreadable and [a.name for a in arms] == ["q2d cosine", "q2d dot"]
+    assert list(arms[0].runs) == [INSIDE, OUTSIDE] and arms[0].seeds == [3, 4]
+    run = load_results(cells[0].folder / EVALUATIONS / OUTSIDE)
+    assert arms[0].runs[OUTSIDE][3].json == run.json
+    native = [r.json["retrieval"]["q2d"]["native"]["ndcg@10"] for r in read_run(cells[0])[0].values()]
+    assert numbers(cells[0]) == f"{INSIDE} {native[0]:.3f}  {OUTSIDE} {native[1]:.3f}"
+
+
+def cut_arrays(folder: Path) -> None:
+    results = load_results(folder)
+    name = "retrieval/q2d/native/ndcg@10"
+    results.per_query[name] = results.per_query[name][:-1]
+    save_results(results, folder)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        results = load_results(folder)
+        del results.json[name]
+        save_results(results, folder)
+
+    return act
+
+
+def nan_rate(folder: Path) -> None:
+    results = load_results(folder)
+    results.json["retrieval"]["q2d"]["native"]["mrr@10"] = None
+    save_results(results, folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: (f / "results.json").write_text("{", encoding="utf-8"), "is not a results.json"),
+        (lambda f: (f / "per_query.npz").unlink(), "no file"),
+        (cut_arrays, f"native/ndcg@10 has {QUERIES - 5} rows, clusters {QUERIES - 4}"),
+        (without("evaluation"), "not the whole results of an evaluated run: KeyError"),
+        (nan_rate, "native mrr@10 is no number"),
+        (lambda f: (f / "results.json").unlink(), "no file"),
+    ],
+)
+def test_a_damaged_run_is_seen_in_either_evaluation(
+    cells: list[Cell], damage: Callable[[Path], object], told: str
+) -> None:
+    damage(cells[1].folder / EVALUATIONS / OUTSIDE)
+    ((cell, why),) = damaged(cells, read_run).items()
+    assert cell is cells[1] and told in why and "\n" not in why
+    assert [a.seeds for a in gather(cells)[0]] == [[3, 4], [4]]
+
+
+def test_a_study_starts_its_script_once_a_run_and_writes_its_page(
+    beir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (beir / "train_text.py").write_text(STAND_IN, encoding="utf-8")
+    for norm in ("cosine", "dot"):
+        for seed in (3, 4):
+            finished(beir / "made" / f"{norm}-{seed}", norm, seed)
+    made = text_plan(beir, f"title: Tiny <b>text</b>\n{ARMS}")
+    settings = StudySettings(config=str(beir / "study_tiny.yaml"), logs=str(beir / "logs"), jobs=2)
+    assert study(settings, beir / "train_clip.py") == 0
+    said = capsys.readouterr()
+    assert "TX1" in said.out and "page: " in said.out and "[4/4]" in said.err and f"{INSIDE} 0." in said.err
+    assert sorted((beir / "starts.txt").read_text().splitlines()) == [
+        "cosine 3 True",
+        "cosine 4 False",
+        "dot 3 False",
+        "dot 4 False",
+    ]
+    assert all(is_finished(c) for c in made.cells)
+    page = (made.folder / "study.html").read_text(encoding="utf-8")
+    assert "Tiny &lt;b&gt;text" in page and "<script" not in page
+    with (made.folder / "tables" / "retrieval.csv").open(encoding="utf-8") as file:
+        rows = [r for r in csv.DictReader(file) if r["arm"] == "q2d dot" and r["scoring"] == "native"]
+    each = [
+        load_results(c.folder).json["retrieval"]["q2d"]["native"]["ndcg@10"] for c in made.cells if c.arm == "q2d dot"
+    ]
+    assert float(rows[0]["ndcg@10"]) == pytest.approx(np.mean(each)) and rows[0]["n_seeds"] == "2"
+    assert study(settings, beir / "train_clip.py") == 0  # nothing again
+    assert len((beir / "starts.txt").read_text().splitlines()) == 4
+    assert study(StudySettings(**(vars(settings) | {"dry_run": True})), beir / "train_clip.py") == 0
+    assert capsys.readouterr().out.count("finished  q2d-") == 4

@@ -1,0 +1,289 @@
+"""Text models: raw vectors, Normalize off, roles, folders that are damaged or hostile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from mmclip.errors import UsageError
+from mmclip.models import text_weights
+from mmclip.models.text_encoder import load_text_model, read_text_facts, resolve_model, save_text_model
+from tests.helpers.texts import WORDS, make_bert, make_decoder
+
+TEXTS = [" ".join(WORDS[i : i + 1 + i % 5]) for i in range(12)]
+FACTS = {"norm": "qnorm", "gamma_q": 1.0, "gamma_d": 0.0}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_decoder(tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture
+def copy(bert: Path, tmp_path: Path) -> Path:
+    """A copy of the BERT folder to do harm to."""
+    return Path(shutil.copytree(bert, tmp_path / "copy"))
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def insert(folder: Path, place: int, kind: str, path: str, at: str = "sentence_transformers.models") -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.insert(place, {"idx": place, "name": f"new{len(modules)}", "path": path, "type": f"{at}.{kind}"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def refusal(name: object, **options: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        load_text_model(str(name), **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_normalize_is_taken_off_and_what_is_left_are_its_raw_vectors(bert: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model, kept = load_text_model(str(bert)), load_text_model(str(bert), keep_normalize=True)
+    raw = model.encode(TEXTS, "document", batch_size=5)
+    stock = torch.from_numpy(SentenceTransformer(str(bert), device="cpu").encode(TEXTS))
+    assert model.removed == ["Normalize"] and kept.removed == [] and model.notes == kept.notes == []
+    assert raw.shape == (12, model.dim) and raw.dtype == torch.float32
+    assert raw.norm(dim=1).std() > 0.05
+    torch.testing.assert_close(kept.encode(TEXTS, "document"), stock)
+    torch.testing.assert_close(torch.nn.functional.normalize(raw), stock)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
+def test_a_plain_folder_is_pooled_as_asked(tmp_path: Path, pooling: str) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    plain = make_bert(tmp_path / "plain", pooling=None)
+    found = load_text_model(str(plain), pooling=pooling).encode(TEXTS, "query")
+    tokenizer, network = AutoTokenizer.from_pretrained(plain), AutoModel.from_pretrained(plain).eval()
+    for text, vector in zip(TEXTS, found, strict=True):
+        with torch.no_grad():
+            states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        expected = {"mean": states.mean(dim=0), "cls": states[0], "lasttoken": states[-1]}[pooling]
+        torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
+    assert "no pooling" in refusal(plain) and "mean, cls, lasttoken" in refusal(plain)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pooling", ["lasttoken", None])
+def test_a_decoder_gives_a_text_one_vector_alone_and_in_any_batch(
+    tmp_path: Path, side: str, pooling: str | None
+) -> None:
+    folder = make_decoder(tmp_path / side, pooling=pooling, padding_side=side)
+    model = load_text_model(str(folder), pooling=None if pooling else "lasttoken")
+    assert model.encoder.tokenizer.padding_side == side
+    batch = model.encode(TEXTS, "document", batch_size=len(TEXTS))
+    alone = torch.cat([model.encode([text], "document") for text in TEXTS])
+    torch.testing.assert_close(batch, alone, atol=1e-5, rtol=1e-5)
+    assert batch.norm(dim=1).std() > 0.05 and len(batch.unique(dim=0)) == len(set(TEXTS))
+
+
+def test_both_padding_sides_give_one_vector(tmp_path: Path) -> None:
+    found = [
+        load_text_model(str(make_decoder(tmp_path / side, padding_side=side))).encode(TEXTS, "query")
+        for side in ("left", "right")
+    ]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_and_lengths_follow_the_role(tmp_path: Path) -> None:
+    folder = make_bert(tmp_path, normalize=False, prompts={"query": "back bal: ", "document": "bamp: "})
+    model = load_text_model(str(folder), query_length=4, document_length=1000)
+    assert model.prompts == {"query": "back bal: ", "document": "bamp: "}
+    assert (model.length_of("query"), model.length_of("document")) == (4, 64)
+    bare = load_text_model(str(folder), query_prompt="", document_prompt="")
+    torch.testing.assert_close(model.encode(["del"], "document"), bare.encode(["bamp: del"], "document"))
+    # [CLS], two tokens, [SEP]: the prompt fills what the query may have
+    torch.testing.assert_close(model.encode(["del", "dest"], "query"), bare.encode(["back bal"] * 2, "query"))
+    assert model.encoder.max_seq_length == 64
+
+
+def add_dense(folder: Path) -> None:
+    """Transformer, Pooling, Dense, Normalize."""
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    (folder / "9_Dense").mkdir()
+    Dense(32, 8).save(str(folder / "9_Dense"))
+    insert(folder, 2, "Dense", "9_Dense")
+
+
+def test_only_final_normalize_modules_go(copy: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    add_dense(copy)
+    insert(copy, 2, "Normalize", "")
+    insert(copy, 5, "Normalize", "")
+    model = load_text_model(str(copy))
+    assert model.removed == ["Normalize", "Normalize"] and model.dim == 8
+    assert [type(m).__name__ for m in model.encoder] == ["Transformer", "Pooling", "Normalize", "Dense"]
+    assert len(model.notes) == 1 and "before Dense" in model.notes[0]
+    stock = torch.from_numpy(SentenceTransformer(str(copy), device="cpu").encode(TEXTS))
+    raw = model.encode(TEXTS, "query")
+    torch.testing.assert_close(torch.nn.functional.normalize(raw), stock)
+    assert raw.norm(dim=1).std() > 1e-3
+
+
+def test_a_model_without_pooling_is_named(copy: Path) -> None:
+    modules = json.loads((copy / "modules.json").read_text())
+    (copy / "modules.json").write_text(json.dumps(modules[:1]))
+    assert "no pooling among its modules" in refusal(copy)
+
+
+@pytest.mark.parametrize("kind", ["spy.Spy", "os.system", "sentence_transformers.nowhere.Spy"])
+def test_modules_of_others_do_not_run(copy: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copy / "spy.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\nclass Spy: pass\n")
+    monkeypatch.syspath_prepend(str(copy))
+    at, name = kind.rsplit(".", 1)
+    insert(copy, 1, name, "", at)
+    assert "cannot be loaded" in refusal(copy)
+    assert not (copy / "ran").exists()
+
+
+def test_a_config_with_code_does_not_run(copy: Path) -> None:
+    (copy / "spy.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\n")
+    edit(copy / "config.json", model_type="unheard-of", auto_map={"AutoConfig": "spy.C", "AutoModel": "spy.M"})
+    (copy / "modules.json").rename(copy / "no_modules.json")
+    for options in ({}, {"random_init": True}):
+        assert "cannot be loaded" in refusal(copy, pooling="mean", **options)
+    (copy / "no_modules.json").rename(copy / "modules.json")
+    assert "cannot be loaded" in refusal(copy)
+    assert not (copy / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["modules.json", "config.json", "model.safetensors", "1_Pooling/config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
+def test_damaged_folders_are_one_line(copy: Path, file: str, content: bytes) -> None:
+    (copy / file).write_bytes(content)
+    assert "--model" in refusal(copy)
+
+
+def test_empty_texts_have_a_vector(bert: Path, decoder: Path, tmp_path: Path) -> None:
+    for folder in (bert, decoder):
+        model = load_text_model(str(folder))
+        for texts in (["", "back", " \n"], [""]):
+            found = model.encode(texts, "document")
+            assert found.isfinite().all() and found[0].norm() > 0
+    assert model.encode([], "query").shape == (0, 32)
+
+    endless = make_decoder(tmp_path)  # a tokenizer that marks no ends makes nothing of an empty text
+    edit(endless / "tokenizer.json", post_processor=None)
+    model = load_text_model(str(endless))
+    for texts in (["", "back", ""], [""]):
+        found = model.encode(texts, "document")
+        assert not found[0].any() and not found[-1].any()
+    torch.testing.assert_close(model.encode(["", "back"], "query")[1], model.encode(["back"], "query")[0])
+
+
+def test_what_is_saved_is_loaded_by_sentence_transformers_and_by_a_run(bert: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = load_text_model(str(bert), query_prompt="bal ")
+    run = tmp_path / "run"
+    for norm, gamma_d, name in (("dnorm", 1.0, "cosine"), ("learned", 0.2, "dot"), ("qnorm", 0.0, "dot")):
+        facts = FACTS | {"norm": norm, "gamma_d": gamma_d}
+        save_text_model(model, run / "model", facts)
+        stock = SentenceTransformer(str(run / "model"), device="cpu")
+        assert stock.similarity_fn_name == name
+        assert read_text_facts(str(run)) == facts
+    raw = model.encode(TEXTS, "document")
+    torch.testing.assert_close(torch.from_numpy(stock.encode_document(TEXTS)), raw)
+    torch.testing.assert_close(torch.from_numpy(stock.encode_query(TEXTS)), model.encode(TEXTS, "query"))
+    assert {p.name for p in run.iterdir()} == {"model"}
+
+    again = load_text_model(str(run))
+    assert again.facts == facts and again.removed == [] and again.name == str(run)
+    assert resolve_model(str(run)) == resolve_model(str(run / "model")) == str(run / "model")
+    torch.testing.assert_close(again.encode(TEXTS, "document"), raw)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"gamma_d": "much"}', 'gamma_d is "much": expected a number from 0 to 1'),
+        ('{"gamma_q": NaN}', "NaN is not a finite number"),
+        ('{"norm": 3}', "norm is 3: expected a text"),
+        ("[1]", "a JSON object is expected"),
+        ("{", "not readable as JSON"),
+    ],
+)
+def test_damaged_facts_are_one_line(copy: Path, content: str, told: str) -> None:
+    (copy / "mmclip.json").write_text(content)
+    assert told in refusal(copy)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache and no network, with the number of questions to the hub."""
+    asked = tmp_path / "asked"
+    asked.touch()
+
+    def nothing(*_: object, **__: object) -> None:
+        asked.write_text(asked.read_text() + "?")
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", nothing)
+    monkeypatch.setattr(huggingface_hub.file_download, "get_hf_file_metadata", nothing)
+    monkeypatch.setenv("SENTENCE_TRANSFORMERS_HOME", str(tmp_path / "cache"))
+    text_weights.hub_answers.cache_clear()
+    yield tmp_path / "cache"
+    text_weights.hub_answers.cache_clear()
+    assert len(asked.read_text()) <= 1
+
+
+def test_a_hub_name_without_a_network_ends_at_once(hub_cache: Path, tmp_path: Path) -> None:
+    for name in ("nobody/nothing-there", "a/path/that/is/none", str(tmp_path / "asked")):
+        assert "the hub does not answer" in refusal(name)
+        with pytest.raises(UsageError, match="no such folder"):
+            read_text_facts(name)
+
+
+def test_a_hub_name_is_loaded_from_the_cache(hub_cache: Path, bert: Path, tmp_path: Path) -> None:
+    commit = "0" * 40
+    plain = make_bert(tmp_path / "plain", pooling=None)
+    for name, folder in (("sentence-transformers--own", bert), ("org--plain", plain)):
+        there = hub_cache / f"models--{name}"
+        shutil.copytree(folder, there / "snapshots" / commit)
+        (there / "refs").mkdir()
+        (there / "refs" / "main").write_text(commit)
+        (there / "snapshots" / commit / "mmclip.json").write_text(json.dumps(FACTS))
+    model = load_text_model("own")
+    assert model.facts == FACTS and model.removed == ["Normalize"] and model.name == "own"
+    text_weights.hub_answers.cache_clear()
+    (tmp_path / "asked").write_text("")
+    assert "no pooling: a plain transformers model needs --pooling" in refusal("org/plain")
+    torch.testing.assert_close(
+        load_text_model("org/plain", pooling="mean").encode(TEXTS, "query"),
+        load_text_model(str(plain), pooling="mean").encode(TEXTS, "query"),
+    )
+
+
+def test_minilm_vectors_are_stock_ones_before_their_normalize(shared: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    folder = shared / "models" / "all-MiniLM-L6-v2"
+    model = load_text_model(str(folder))
+    assert model.removed == ["Normalize"] and model.notes == [] and model.dim == 384
+    assert {p.dtype for p in model.encoder.parameters()} == {torch.float32}
+    texts = ["a wing in a slipstream", "", "measles in 2019"]
+    raw = model.encode(texts, "document")
+    stock = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+    torch.testing.assert_close(torch.nn.functional.normalize(raw), torch.from_numpy(stock.encode(texts)))
+    assert raw.norm(dim=1).std() > 0.05

@@ -1,0 +1,148 @@
+"""The report in a real browser, wide and narrow, light and dark: Debian's chromium, without a window."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmclip.evaluation.results import save_results
+from mmclip.reporting.page import write_report
+from tests.helpers.reporting import COSINE, QNORM, make_pictures, make_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+WIDTHS = (1280, 400)
+# A window has a least width, a frame has none: both widths stand in frames of one page, which measures them.
+WRAPPER = """<!DOCTYPE html><meta charset="utf-8"><body>%(frames)s<script>
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map((frame) => {
+    const page = frame.contentDocument, root = page.documentElement;
+    const dark = frame.contentWindow.matchMedia("(prefers-color-scheme: dark)").matches;
+    const outside = [...page.querySelectorAll("body *")].filter((e) =>
+      e.getBoundingClientRect().right > root.clientWidth + 1 && !e.closest(".scroll"));
+    return {
+      width: root.clientWidth, scroll: root.scrollWidth, dark: dark,
+      outside: outside.slice(0, 5).map((e) => e.outerHTML.slice(0, 80)),
+      tables: page.querySelectorAll("table").length,
+      pictures: [...page.images].map((i) => [i.naturalWidth, i.getBoundingClientRect().width]),
+      shown: [...page.images].map((i) => i.currentSrc.slice(-40)),
+      paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+      dense: [...page.querySelectorAll(".scroll:has(.dense)")].map((e) => [e.scrollWidth, e.clientWidth,
+        frame.contentWindow.getComputedStyle(e).backgroundAttachment]),
+      requests: frame.contentWindow.performance.getEntriesByType("resource")
+        .map((r) => r.name).filter((n) => !n.startsWith("data:")),
+    };
+  });
+  const out = document.createElement("pre");
+  out.id = "found"; out.textContent = JSON.stringify(found);
+  document.body.append(out);
+});
+</script>"""
+
+
+def look(page: Path, folder: Path, dark: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
+    """(what was measured at each width, lines of the console)."""
+    frames = "".join(
+        f'<iframe src="{page.as_uri()}" style="width:{w}px;height:900px;border:0"></iframe>' for w in WIDTHS
+    )
+    wrapper = folder / "wrapper.html"
+    wrapper.write_text(WRAPPER % {"frames": frames}, encoding="utf-8")
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        "--window-size=1700,1200",
+        f"--user-data-dir={folder / 'profile'}",
+        "--enable-logging=stderr",
+        "--v=0",
+        "--virtual-time-budget=10000",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--dump-dom",
+        wrapper.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    return json.loads(html.unescape(found[1])), [x for x in done.stderr.splitlines() if "CONSOLE" in x]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A comparison of two runs with everything in it, captions and names of the awkward kind."""
+    folder = tmp_path_factory.mktemp("browser")
+    pictures = make_pictures(folder / "pictures")
+    captions = [f"caption {i} " + ("verylongword" * 12 if i % 7 == 0 else "<b>bold</b>") for i in range(120)]
+    names = {"baseline": COSINE, "a-run-with-a-name-that-goes-on-and-on_" + "x" * 60: QNORM}
+    alarms = {"still": "the loss stands " + "s" * 200}
+    for name, native in names.items():
+        make_run(folder / name, pictures, native, captions=captions, bank=True, alarms=alarms)
+    return write_report(
+        {n: folder / n for n in names},
+        folder / "report.html",
+        control=folder / "baseline",
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_is_whole_at_both_widths(page, tmp_path, dark):
+    found, console = look(page, tmp_path, dark)
+    assert console == []
+    assert [f["width"] for f in found] == list(WIDTHS)
+    for frame in found:
+        assert frame["dark"] is dark
+        assert frame["scroll"] <= frame["width"], frame["outside"]
+        assert frame["outside"] == []
+        assert frame["tables"] >= 8
+        assert len(frame["pictures"]) > 30
+        assert all(natural > 0 and shown > 20 for natural, shown in frame["pictures"])
+        assert frame["requests"] == []
+        assert frame["paper"] == ("rgb(23, 26, 31)" if dark else "rgb(255, 255, 255)")
+
+
+def test_wide_intervals_fit_beside_each_other_and_a_shade_hints_at_what_does_not(tmp_path):
+    pictures = make_pictures(tmp_path / "pictures")
+    for name in ("a", "b"):
+        results = make_run(tmp_path / name, pictures, bank=True)
+        for numbers in (n for d in ("i2t", "t2i") for n in results.json["retrieval"][d].values()):
+            for metric in numbers["ci"]:
+                numbers[metric], numbers["ci"][metric] = 1.0, [1.0, 1.0]
+        save_results(results, tmp_path / name)
+    path = write_report({n: tmp_path / n for n in ("a", "b")}, tmp_path / "report.html")
+    assert "1.000–1.000" in path.read_text(encoding="utf-8")
+    (wide, narrow), _ = look(path, tmp_path)
+    assert len(wide["dense"]) == 8  # two pools, two directions, numbers and differences
+    assert all(whole <= shown for whole, shown, _ in wide["dense"])
+    assert all(whole > shown for whole, shown, _ in narrow["dense"][:2])
+    assert {shade for *_, shade in narrow["dense"]} == {"local, local, scroll, scroll"}
+
+
+def test_dark_pages_have_dark_pictures(page, tmp_path):
+    light, dark = (look(page, tmp_path, d)[0][0]["shown"] for d in (False, True))
+    changed = [a != b for a, b in zip(light, dark, strict=True)]
+    plots = page.read_text(encoding="utf-8").count("<picture>")
+    assert sum(changed) == plots
+
+
+def test_the_instrument_sees_what_it_looks_for(tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<!DOCTYPE html><body style="margin:0"><div style="width:600px">x</div><img src="data:image/png;base64,xx">'
+        '<script>console.error("seen")</script>',
+        encoding="utf-8",
+    )
+    (wide, narrow), console = look(bad, tmp_path)
+    assert any("seen" in line for line in console)
+    assert wide["scroll"] == wide["width"]
+    assert narrow["scroll"] == 600
+    assert narrow["outside"]
+    assert wide["pictures"][0][0] == 0

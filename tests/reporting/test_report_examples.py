@@ -1,0 +1,118 @@
+"""Contact sheets: who is in them, in which order, and what is said where there can be none."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmclip.reporting.examples import QUERIES, SIDE, contact_sheets
+from mmclip.reporting.source import read_runs
+from tests.helpers.reporting import COSINE, make_pictures, make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sheets")
+    make_run(folder / "run", make_pictures(folder / "pictures"))
+    return read_runs({"run": folder / "run"})[0]
+
+
+def sheet(run, direction, kind):
+    _, sheets, missing = contact_sheets(run)
+    assert missing is None
+    return next(s for s in sheets if (s.direction, s.kind) == (direction, kind))
+
+
+def test_worst_are_the_largest_first_ranks_each_of_another_picture(run):
+    first = run.results.array("retrieval/t2i/native/first_rank")
+    owner = run.items.owner
+    found = sheet(run, "t2i", "worst").examples
+    rows = [run.items.captions.index(e.query.text) for e in found]
+    assert len({owner[r] for r in rows}) == len(rows) == QUERIES
+    queries = run.results.array("retrieval/t2i/queries").tolist()
+    ranks = [first[queries.index(r)] for r in rows]
+    assert ranks[0] == first.max()
+    assert ranks == sorted(ranks, reverse=True)
+    for example, row in zip(found, rows, strict=True):
+        assert not example.answers[0].relevant
+        last = example.answers[-1]
+        assert last.missed or any(a.relevant for a in example.answers)
+        if last.missed:
+            assert last.text == run.items.image_keys[owner[row]]
+
+
+def test_best_have_a_relevant_answer_first_and_the_largest_lead(run):
+    for direction in ("i2t", "t2i"):
+        found = sheet(run, direction, "best").examples
+        leads = [float(e.words.removeprefix("ahead by ")) for e in found]
+        assert leads == sorted(leads, reverse=True)
+        assert leads[0] > 0
+        assert all(e.answers[0].relevant and e.answers[0].rank == 1 for e in found)
+
+
+def test_a_lead_by_cosine_is_a_difference_of_cosines(tmp_path):
+    make_run(tmp_path / "run", make_pictures(tmp_path / "pictures"), COSINE, "sym", "cosine")
+    (run,) = read_runs({"run": tmp_path / "run"})
+    scores = run.results.array("retrieval/i2t/cosine/top_scores")
+    relevant = run.results.array("retrieval/i2t/cosine/top_relevant")
+    leads = [s[0] - s[~r][0] for s, r in zip(scores, relevant, strict=True) if r[0]]
+    assert sheet(run, "i2t", "best").examples[0].words == f"ahead by {max(leads):.3f}"
+
+
+def test_answers_are_the_rankings_with_lengths_and_pictures(run):
+    example = sheet(run, "t2i", "best").examples[0]
+    query = run.items.captions.index(example.query.text)
+    at = run.results.array("retrieval/t2i/queries").tolist().index(query)
+    ids = run.results.array("retrieval/t2i/native/top_ids")[at]
+    lengths = run.results.array("retrieval/lengths/image")
+    assert [a.text for a in example.answers] == [run.items.image_keys[i] for i in ids[: len(example.answers)]]
+    assert [a.numbers.split(" · ")[0] for a in example.answers] == [
+        f"length {lengths[i]:.2f}" for i in ids[: len(example.answers)]
+    ]
+    kind, _, content = example.answers[0].uri.partition(",")
+    assert kind == "data:image/jpeg;base64"
+    with Image.open(io.BytesIO(base64.b64decode(content))) as picture:
+        assert max(picture.size) <= SIDE
+        row = int(run.items.image_keys[ids[0]][1:4])
+        assert np.allclose(np.asarray(picture)[10, 10], (6 * row, 255 - 6 * row, 90), atol=6)
+
+
+def test_what_is_missing_is_a_sentence(run):
+    without = dataclasses.replace(run, items=None)
+    assert "evaluate it again" in contact_sheets(without)[2]
+    arrays = run.results.per_query | {"retrieval/lengths/image": np.ones(3, np.float32)}
+    torn = dataclasses.replace(run, results=dataclasses.replace(run.results, per_query=arrays))
+    assert "not of one evaluation" in contact_sheets(torn)[2]
+    others = dataclasses.replace(run, items=dataclasses.replace(run.items, image_keys=["x"] * 40))
+    assert "none of the pictures" in contact_sheets(others)[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("logs/heads.safetensors", "A file of embeddings holds no pictures: the keys"),
+        ("nowhere.NPZ", "A file of embeddings holds no pictures: the keys"),
+        ("nowhere.csv", "cannot be opened here, so the keys of the pictures stand in their places. Why: nowhere.csv"),
+        ("builtin:scenes", "builtin:scenes is not a folder"),
+    ],
+)
+def test_without_pictures_the_sheets_are_the_same_with_keys(run, path, sentence):
+    json = run.results.json | {"data": run.results.json["data"] | {"path": path}}
+    bare = dataclasses.replace(run, results=dataclasses.replace(run.results, json=json))
+    scoring, sheets, missing = contact_sheets(bare)
+    assert sentence in missing
+    assert missing.endswith(".")
+    assert not missing.endswith("..")
+    pictured = contact_sheets(run)
+    assert scoring == pictured[0]
+    assert all(s.examples for s in sheets)
+    for one, other in zip(sheets, pictured[1], strict=True):
+        for a, b in zip(one.examples, other.examples, strict=True):
+            assert a.words == b.words
+            for x, y in zip((a.query, *a.answers), (b.query, *b.answers), strict=True):
+                assert x == y._replace(uri=None if y.is_picture else "")

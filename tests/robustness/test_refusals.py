@@ -1,0 +1,248 @@
+"""Bad flags and bad data through the real script: what is fatal is one line and exit code 2, what is not is skipped."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.tiny import MODEL, run_script
+
+SECONDS = 60  # 30 on an idle machine
+
+
+@pytest.fixture(scope="module")
+def common(tiny_data: Path, tiny_model: Path) -> list[object]:
+    return ["--train-data", tiny_data, "--model", tiny_model, "--batch-size", 32, "--workers", 0, "--epochs", 1,
+            "--val-data", "none", "--device", "cpu", "--name", "x"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(common: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    logs = tmp_path_factory.mktemp("finished")
+    assert run_script("train_clip.py", *common, "--logs", logs).returncode == 0
+    return logs
+
+
+def refused(*flags: object) -> str:
+    """The one line of a run that must be refused."""
+    started = time.monotonic()
+    done = run_script("train_clip.py", *flags, timeout=SECONDS)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert time.monotonic() - started < SECONDS and "Traceback" not in done.stderr
+    *before, last = done.stderr.strip().splitlines()
+    assert last.startswith("error: ") and not [x for x in before if x.startswith("error")], done.stderr
+    return last
+
+
+class Evil:
+    """A pickle that would write a file when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return __import__("os").system, ("touch PWNED",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--norm", "l2"], "argument --norm: invalid choice: 'l2' (choose from"),
+        (["--lr", "-1"], "--lr -1.0: expected a number above 0"),
+        (["--i2t-weight", "1.5"], "--i2t-weight 1.5: expected a number from 0 to 1"),
+        (["--i2t-weight", "0.3", "--loss", "asym-i2t"], "--i2t-weight 0.3 needs --loss sym"),
+        (["--accum-freq", "0"], "--accum-freq 0: expected a whole number of at least 1"),
+        (["--keep-checkpoints", "0"], "--keep-checkpoints 0: expected a whole number of at least 1"),
+        (["--max-bad-samples", "-1"], "--max-bad-samples -1: expected a number of at least 0"),
+        (["--may-change", "lr"], "--may-change lr is for --resume"),
+        (["--may-change", "norm"], "argument --may-change: invalid choice: 'norm'"),
+        (["--workers", 10_000], "--workers 10000: expected a whole number of at most 256"),
+        (["--aug-cfg", "re_count=inf"], "--aug-cfg re_count=inf: numbers expected after '='"),
+        (["--device", "meta"], "--device meta: not usable here"),
+        (["--compare", "no-run"], "no file no-run"),
+        (["--nrom", "dot"], "unknown argument '--nrom'; did you mean --norm?"),
+        (["--batch-size", 97], "--batch-size 97 x 1 processes is more than the 96 images"),
+        (["--batch-size", 25, "--accum-freq", 4], "--batch-size 25 x --accum-freq 4 x 1 processes is more than the 96"),
+        (["--train-data", "/no/such/folder"], "no such data"),
+        (["--train-split", "training"], "no split training"),
+        (["--warmup", 900], "never reach its peak"),
+        (["--train-num-samples", 1000], "holds only 96 images"),
+        (["--model", "ViT-B-33"], "unknown to open_clip; did you mean ViT-B-32?"),
+        (["--pretrained", "EVIL"], "not a checkpoint of this model"),
+        (["--resume", "EVIL"], "not a checkpoint that can be read safely"),
+        (["--resume", "latest"], "holds no run; check --logs and --name"),
+        (["--resume", "no.pt"], "--resume no.pt: no such file"),
+        (["--logs", "FILE"], "FILE"),
+    ],
+    ids=lambda v: " ".join(map(str, v)) if isinstance(v, list) else "",
+)
+def test_wrong_flags_and_files_are_told_in_a_line(
+    flags: list[object], told: str, common: list[object], tmp_path: Path
+) -> None:
+    torch.save(Evil(), tmp_path / "evil.pt")
+    (tmp_path / "FILE").write_text("a file where a folder is wanted")
+    flags = [{"EVIL": tmp_path / "evil.pt", "FILE": tmp_path / "FILE"}.get(str(f), f) for f in flags]
+    assert told in refused(*common, "--logs", tmp_path / "logs", *flags)
+    assert not list(tmp_path.rglob("PWNED")) and not Path("PWNED").exists()
+
+
+def test_a_config_key_that_does_not_exist_names_the_nearest(common: list[object], tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("warm_up: 0.1\n")
+    told = refused(*common, "--logs", tmp_path, "--config", tmp_path / "c.yaml")
+    assert "unknown setting 'warm_up'; did you mean warmup?" in told
+
+
+def test_a_log_folder_that_exists_and_other_settings_are_refused(common: list[object], finished: Path) -> None:
+    common = [*common, "--logs", finished]
+    assert "exists: choose another --name, or continue it with --resume latest" in refused(*common)
+    assert "lr was 0.0005, is 0.01" in refused(*common, "--resume", "latest", "--lr", "1e-2")
+    assert "accum_freq was 1, is 2" in refused(*common, "--resume", "latest", "--accum-freq", 2)
+
+
+def test_checkpoints_of_another_model_and_other_data_are_refused(
+    common: list[object], finished: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    wider = tmp_path / "wider.json"
+    wider.write_text(json.dumps(MODEL | {"embed_dim": 24}))
+    weights = finished / "x" / "model" / "open_clip_model.safetensors"
+    common = [*common, "--logs", tmp_path]
+    assert "not a checkpoint of this model" in refused(*common, "--model", wider, "--pretrained", weights)
+    newest = finished / "x" / "checkpoints" / "step_00000003.pt"
+    assert "model was" in refused(*common, "--model", wider, "--resume", newest)
+    state = torch.load(newest, weights_only=True)
+    state["settings"]["model"] = str(wider)
+    torch.save(state, tmp_path / "other.pt")
+    assert "not a checkpoint of this model: towers" in refused(
+        *common, "--model", wider, "--resume", tmp_path / "other.pt"
+    )
+    shutil.copytree(tiny_data, tmp_path / "data")
+    with tarfile.open(tmp_path / "data" / "train" / "0.tar", "a") as tar:
+        add(tar, "more.jpg", jpeg())
+        add(tar, "more.txt", b"one more")
+    (tmp_path / "data" / "train" / "truth.jsonl").unlink()
+    assert "the training data are not the run's" in refused(
+        *common, "--resume", newest, "--train-data", tmp_path / "data"
+    )
+
+
+def jpeg() -> bytes:
+    file = io.BytesIO()
+    Image.radial_gradient("L").convert("RGB").resize((40, 32)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def shard(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            add(tar, name, content)
+    return path
+
+
+def good(n: int) -> dict[str, bytes]:
+    return {k: v for i in range(n) for k, v in ((f"g{i}.jpg", jpeg()), (f"g{i}.txt", f"caption {i}".encode()))}
+
+
+def truncated(folder: Path) -> Path:
+    path = shard(folder / "0.tar", good(64))
+    path.write_bytes(path.read_bytes()[:-30_000])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda folder: (shard(folder / "0.tar", good(64)), folder / "{0..1}.tar")[1], "missing shard"),
+        (truncated, "truncated"),
+        (
+            lambda folder: shard(folder / "0.tar", {f"{i}.jpg": jpeg() for i in range(64)}),
+            "no captions: none of its 64",
+        ),
+        (lambda folder: shard(folder / "0.tar", {}), "empty"),
+        (lambda folder: ((folder / "a.csv").write_text("filepath\ttitle\n"), folder / "a.csv")[1], "empty"),
+        (lambda folder: ((folder / "a.csv").write_text(""), folder / "a.csv")[1], "the file is empty"),
+    ],
+    ids=["missing shard", "truncated tar", "no captions", "empty tar", "CSV without rows", "empty CSV"],
+)
+def test_faults_of_whole_files_are_fatal_and_named(
+    make: Callable[[Path], Path], told: str, common: list[object], tmp_path: Path
+) -> None:
+    data = make(tmp_path)
+    line = refused(*common, "--logs", tmp_path / "logs", "--train-data", data)
+    assert told in line and str(tmp_path) in line
+
+
+def test_a_cache_without_space_is_refused_before_the_trunk_runs(common: list[object], tmp_path: Path) -> None:
+    """A tmpfs of half a megabyte where this user may mount one, else a folder that is a file."""
+    place = tmp_path / "cache"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], check=False,
+                             capture_output=True).returncode == 0  # fmt: skip
+    if not mounted:
+        pytest.skip("no right to mount a small tmpfs here")
+    try:
+        line = refused(*common, "--logs", tmp_path, "--cache-dir", place, "--cache-features", "--lock-image")
+        assert "needs" in line and "are free there" in line and "another --cache-dir" in line
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+BAD = {
+    "corrupt.jpg": jpeg()[:400],
+    "corrupt.txt": b"a corrupt picture",
+    "zero.jpg": b"",
+    "zero.txt": b"a picture of no bytes",
+    "silent.jpg": jpeg(),
+    "garbled.jpg": jpeg(),
+    "garbled.txt": b"\xff\xfe caption",
+}
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Path:
+    path = shard(tmp_path / "0.tar", good(30) | BAD)
+    with tarfile.open(path, "a") as tar:
+        add(tar, "g3.jpg", jpeg())  # a duplicate key
+        add(tar, "g3.txt", b"another caption of it")
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_faults_of_samples_are_skipped_counted_and_named(
+    common: list[object], spoiled: Path, tmp_path: Path, workers: int
+) -> None:
+    flags = [*common, "--train-data", spoiled, "--logs", tmp_path, "--batch-size", 8, "--workers", workers]
+    done = run_script("train_clip.py", *flags, "--epochs", 4)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = [x for x in done.stderr.splitlines() if x.startswith("training data: ")]
+    assert len(told) == 1 and told[0].startswith("training data: 5 samples cannot be used: ")
+    for key in ("corrupt", "zero", "silent", "garbled", "g3"):
+        assert key in told[0], key
+    assert len((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()) > 0
+
+
+@pytest.mark.parametrize(("limit", "code"), [(5, 0), (4, 2), (2, 2)])
+def test_too_many_bad_samples_are_an_error_where_a_limit_is_set(
+    common: list[object], spoiled: Path, tmp_path: Path, limit: int, code: int
+) -> None:
+    """Three are known when the data are opened, the fourth and fifth when their pictures are read."""
+    flags = [*common, "--train-data", spoiled, "--logs", tmp_path, "--batch-size", 8, "--epochs", 4]
+    flags += ["--max-bad-samples", limit]
+    if code == 0:
+        assert run_script("train_clip.py", *flags).returncode == 0
+    else:
+        line = refused(*flags)
+        assert f"--max-bad-samples {limit}: {limit + 1} samples cannot be used" in line and "silent" in line
