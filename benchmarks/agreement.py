@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmclip.config.flags import run_script
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.scored_model import ScoredModel
 from mmclip.metrics import rank as metrics
 from mmclip.retrieval.ranking import rank_both_ways
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--embeddings", required=True, metavar="FILE", help="as scripts/embed.py writes them")
     saved = load_embeddings(parser.parse_args().embeddings)
     if saved.owner is None or set(saved.owner) != set(range(len(saved.image))):
-        raise UsageError(
+        raise UserError(
             "clip-benchmark knows no relevance but a caption's own image: each needs captions, and one image"
         )
     scorings = {n.value: n.exponents for n in (Normalization.COSINE, Normalization.DOT)}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
 from mmclip.embeddings.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.retrieval.hubness import log_evidence, native_exponents
 from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
@@ -54,7 +54,7 @@ def main() -> int:
         return 2
     try:
         saved = load_embeddings(args.embeddings) if args.embeddings else planted(args.images, args.dim)
-    except UsageError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     apart = 0

@@ -84,11 +84,11 @@ def export(
     """The first ``n`` pictures of a data set, bytes unchanged, with their first ``captions`` captions: {"csv": a CSV
     beside files, open_clip's layout, "tar": a pattern of ``shards`` shards, "images", "captions": how many}."""
     from mmclip.data.shards import open_data
-    from mmclip.errors import UsageError
+    from mmclip.errors import UserError
 
     try:
         data = open_data(source, split, purpose)
-    except UsageError as error:
+    except UserError as error:
         refuse(f"--data: {error}")
     n = len(data) if n is None else min(n, len(data))
     (folder / "pictures").mkdir(parents=True)

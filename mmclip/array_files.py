@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 from mmclip.io import write_atomically
 from mmclip.models.model_names import finite
 
@@ -31,27 +31,27 @@ MAX_SMALL = 256_000_000  # bytes that any file may hold
 
 
 def check_suffix(path: str | Path, name: str = "") -> None:
-    """Errors: UsageError for a file that is named as neither kind; ``name`` is the flag that said so."""
+    """Errors: UserError for a file that is named as neither kind; ``name`` is the flag that said so."""
     if Path(path).suffix not in SUFFIXES:
-        raise UsageError(f"{name} {one_line(path)}: a file ending in {' or '.join(SUFFIXES)} is expected".lstrip())
+        raise UserError(f"{name} {printable(path)}: a file ending in {' or '.join(SUFFIXES)} is expected".lstrip())
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """name -> array; bfloat16 comes as float32. Errors: UsageError, one line, for anything but plain arrays."""
+    """name -> array; bfloat16 comes as float32. Errors: UserError, one line, for anything but plain arrays."""
     path = Path(path)
     check_suffix(path)
     if not path.is_file():  # a pipe would wait for ever
-        raise UsageError(f"{one_line(path)}: {'not a plain file' if path.exists() else 'no such file'}")
+        raise UserError(f"{printable(path)}: {'not a plain file' if path.exists() else 'no such file'}")
     try:
         return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
-    except UsageError:
+    except UserError:
         raise
     except Exception as error:  # damaged content makes numpy, zipfile, zlib and safetensors raise nearly anything
-        raise UsageError(f"{one_line(path)}: not readable as {path.suffix}: {reason(error)}") from None
+        raise UserError(f"{printable(path)}: not readable as {path.suffix}: {reason(error)}") from None
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
-    """Whole or not at all, in the kind that the name ends in. Errors: UsageError."""
+    """Whole or not at all, in the kind that the name ends in. Errors: UserError."""
     path = Path(path)
     check_suffix(path)
 
@@ -78,12 +78,12 @@ def json_array(value: Any) -> Array:
 
 
 def read_json_array(array: Array, name: str) -> Any:
-    """What :func:`json_array` wrote. Errors: UsageError naming the array."""
+    """What :func:`json_array` wrote. Errors: UserError naming the array."""
     try:
         return json.loads(array.tobytes().decode("utf-8"), parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
-        why = "nested too deep" if isinstance(error, RecursionError) else one_line(error, 100)
-        raise UsageError(f"{name}: uint8 is read as the bytes of a JSON text, and it is none: {why}") from None
+        why = "nested too deep" if isinstance(error, RecursionError) else printable(error, 100)
+        raise UserError(f"{name}: uint8 is read as the bytes of a JSON text, and it is none: {why}") from None
 
 
 def _read_npz(path: Path) -> dict[str, Array]:
@@ -91,8 +91,8 @@ def _read_npz(path: Path) -> dict[str, Array]:
         members = archive.infolist()
         size, whole = path.stat().st_size, sum(m.file_size for m in members)
         if whole > max(MAX_SMALL, MAX_GROWTH * size):
-            raise UsageError(
-                f"{one_line(path)}: {size:,} bytes that would unpack to {whole:,}, above {MAX_GROWTH} times as many: "
+            raise UserError(
+                f"{printable(path)}: {size:,} bytes that would unpack to {whole:,}, above {MAX_GROWTH} times as many: "
                 "no embeddings shrink so far"
             )
         return {m.filename.removesuffix(".npy"): _read_member(archive, m) for m in members}
@@ -100,14 +100,14 @@ def _read_npz(path: Path) -> dict[str, Array]:
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
     """The header is believed only if the bytes that follow are as many as it says: nothing is asked for before."""
-    name = one_line(member.filename.removesuffix(".npy"), 60)
+    name = printable(member.filename.removesuffix(".npy"), 60)
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         if dtype.hasobject or dtype.kind not in "biufUS":
-            kind = "Python objects" if dtype.hasobject else f"{one_line(dtype, 60)} values"
-            raise UsageError(f"{name} holds {kind}; numbers or strings are read, such as np.array(ids, dtype=str)")
+            kind = "Python objects" if dtype.hasobject else f"{printable(dtype, 60)} values"
+            raise UserError(f"{name} holds {kind}; numbers or strings are read, such as np.array(ids, dtype=str)")
         if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
             raise ValueError(f"{name} has another size than its header says")
     with archive.open(member) as file:

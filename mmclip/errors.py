@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-class UsageError(ValueError):
+class UserError(ValueError):
     """One line for a person: names what was received and what is valid.
 
     Scripts print it after ``error:`` and leave with exit code 2; library users catch it as a ValueError. Whatever a
@@ -15,15 +15,15 @@ class UsageError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message, 4000))
+        super().__init__(printable(message, 4000))
 
 
-def one_line(text: object, limit: int = 300) -> str:
+def printable(text: object, limit: int = 300) -> str:
     """``text`` on one line with control and direction-changing characters escaped, cut at ``limit`` characters.
 
     Used wherever a message shows something that came from data (a caption, a key, a path).
 
-    >>> one_line("two\\nlines")
+    >>> printable("two\\nlines")
     'two\\\\nlines'
     """
     start = str(text)[: limit + 1]  # no more can be shown, and a text may be a megabyte
@@ -40,13 +40,13 @@ def reason(error: Exception, limit: int = 300) -> str:
     'AssertionError'
     """
     told = error.strerror if isinstance(error, OSError) else None
-    return one_line(told or str(error) or type(error).__name__, limit)
+    return printable(told or str(error) or type(error).__name__, limit)
 
 
 def require(settings: Any, names: Iterable[str], valid: str, ok: Callable[[Any], bool]) -> None:
-    """Numbers that are not given are right. Errors: UsageError naming the flag, what it was given and what is valid."""
+    """Numbers that are not given are right. Errors: UserError naming the flag, what it was given and what is valid."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and ok(value)):
             finite = "" if math.isfinite(value) else ", and a finite one"
-            raise UsageError(f"--{name.replace('_', '-')} {value}: expected {valid}{finite}")
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected {valid}{finite}")

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from safetensors import SafetensorError
 
-from mmclip.errors import UsageError, reason
+from mmclip.errors import UserError, reason
 
 MARGIN = 16_000_000  # bytes left for logs and results beside what is asked for
 
@@ -22,7 +22,7 @@ MARGIN = 16_000_000  # bytes left for logs and results beside what is asked for
 def write_atomically(path: Path, write: Callable[[Path], object], advice: str = "free some space") -> None:
     """Have ``write`` make a partial file or folder beside ``path``, and put it in place once it is safely on the disk.
 
-    Errors: UsageError where it cannot be written, a full disk above all; what stood at ``path`` stays.
+    Errors: UserError where it cannot be written, a full disk above all; what stood at ``path`` stays.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -36,7 +36,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], advice: str = 
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have kinds of their own
         _remove(partial)
         free = megabytes(free_bytes(path.parent))
-        raise UsageError(f"{path}: cannot be written: {reason(error, 120)} ({free} free there): {advice}") from None
+        raise UserError(f"{path}: cannot be written: {reason(error, 120)} ({free} free there): {advice}") from None
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -52,7 +52,7 @@ def remove_partials(folder: Path) -> None:
 def lock_folder(folder: Path) -> TextIO | None:
     """Keep other processes from writing the same run; the lock ends with the file that is returned, or the process.
 
-    None where the file system knows no locks. Errors: UsageError where another process holds it.
+    None where the file system knows no locks. Errors: UserError where another process holds it.
     """
     file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
@@ -60,7 +60,7 @@ def lock_folder(folder: Path) -> TextIO | None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
-        raise UsageError(f"{folder}: another process is writing this run: wait for it, or end it first") from None
+        raise UserError(f"{folder}: another process is writing this run: wait for it, or end it first") from None
     except OSError:
         file.close()
         return None
@@ -68,13 +68,13 @@ def lock_folder(folder: Path) -> TextIO | None:
 
 
 def require_run_folder(folder: Path, resume: str | None) -> None:
-    """Errors: UsageError where the folder holds a run already and this is not its continuation, or holds none and this
+    """Errors: UserError where the folder holds a run already and this is not its continuation, or holds none and this
     is one."""
     there = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
     if resume is None and there:
-        raise UsageError(f"{folder} exists: choose another --name, or continue it with --resume latest")
+        raise UserError(f"{folder} exists: choose another --name, or continue it with --resume latest")
     if resume == "latest" and not (folder / "config.yaml").is_file():
-        raise UsageError(f"--resume latest: {folder} holds no run; check --logs and --name")
+        raise UserError(f"--resume latest: {folder} holds no run; check --logs and --name")
 
 
 @contextlib.contextmanager
@@ -103,17 +103,17 @@ def free_bytes(folder: Path) -> int:
 def require_space(folder: Path, needed: int, largest: int, what: str, advice: str) -> None:
     """Refuse before the work what the disk, or the process's limit on a file's size, has no place for.
 
-    needed: bytes of all files, largest: of one. Errors: UsageError with both sizes.
+    needed: bytes of all files, largest: of one. Errors: UserError with both sizes.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and largest > limit:
-        raise UsageError(
+        raise UserError(
             f"{folder}: {what} needs a file of {megabytes(largest)}, and this process may write files of "
             f"{megabytes(limit)} at most (ulimit -f): raise that limit, or {advice}"
         )
     free = free_bytes(folder)
     if needed + MARGIN > free:
-        raise UsageError(
+        raise UserError(
             f"{folder}: {what} needs {megabytes(needed)}, logs and results {megabytes(MARGIN)} more, and "
             f"{megabytes(free)} are free there: free {megabytes(needed + MARGIN - free)}, or {advice}"
         )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 
 def output_folder(asked: str | None, default: Path) -> Path:
-    """--output, made: a place that cannot be written is found before the work, not after. Errors: UsageError."""
+    """--output, made: a place that cannot be written is found before the work, not after. Errors: UserError."""
     where = Path(asked) if asked else default
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {one_line(where)}: cannot be made a folder: {error.strerror}") from None
+        raise UserError(f"--output {printable(where)}: cannot be made a folder: {error.strerror}") from None
     return where
 
 

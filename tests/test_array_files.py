@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from mmclip.array_files import SUFFIXES, check_suffix, json_array, read_arrays, read_json_array, write_arrays
 from mmclip.config.embed import SUFFIXES as OF_THE_FLAG
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 ARRAYS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, -2]), "ids": json_array(["a", "\udce9"])}
 
@@ -51,7 +51,7 @@ def test_what_was_written_comes_back(tmp_path: Path, suffix: str) -> None:
 def test_the_flag_and_the_reader_know_the_same_kinds() -> None:
     assert OF_THE_FLAG == SUFFIXES
     for name in ("x", "x.pt", "x.npz.gz"):
-        with pytest.raises(UsageError, match=r"\.safetensors or \.npz"):
+        with pytest.raises(UserError, match=r"\.safetensors or \.npz"):
             check_suffix(name)
 
 
@@ -69,7 +69,7 @@ def test_compressed_and_fortran_ordered_arrays_are_read(tmp_path: Path) -> None:
 
 def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", ids=np.array(["a", None], dtype=object))
-    with pytest.raises(UsageError, match="ids holds Python objects; numbers or strings"):
+    with pytest.raises(UserError, match="ids holds Python objects; numbers or strings"):
         read_arrays(tmp_path / "x.npz")
 
 
@@ -77,7 +77,7 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     "content", [header((10**14,)), header((2,)) + b"\0" * 4, header((1,)) + b"\0" * 999, b"", b"x" * 99]
 )
 def test_a_header_is_not_believed(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(UsageError, match=r"not readable as \.npz") as error:
+    with pytest.raises(UserError, match=r"not readable as \.npz") as error:
         read_arrays(npz(tmp_path / "x.npz", image=content))
     assert "\n" not in str(error.value)
 
@@ -89,7 +89,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         member.write(header((size // 4,)))
         for _ in range(size // 10**6):
             member.write(bytes(10**6))
-    with pytest.raises(UsageError, match="no embeddings shrink so far"):
+    with pytest.raises(UserError, match="no embeddings shrink so far"):
         read_arrays(tmp_path / "x.npz")
 
 
@@ -100,7 +100,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
 def test_junk_is_one_line(tmp_path: Path, suffix: str, junk: bytes) -> None:
     path = tmp_path / f"x{suffix}"
     path.write_bytes(junk)
-    with pytest.raises(UsageError, match="not readable as") as error:
+    with pytest.raises(UserError, match="not readable as") as error:
         read_arrays(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
@@ -116,7 +116,7 @@ def test_a_changed_byte_is_read_or_told(tmp_path: Path, suffix: str, at: int, va
     path.write_bytes(content)
     try:
         read_arrays(path)
-    except UsageError as error:
+    except UserError as error:
         assert "\n" not in str(error)
 
 
@@ -124,13 +124,13 @@ def test_a_pipe_and_a_folder_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.npz")
     (tmp_path / "folder.npz").mkdir()
     for name in ("pipe.npz", "folder.npz"):
-        with pytest.raises(UsageError, match="not a plain file"):
+        with pytest.raises(UserError, match="not a plain file"):
             read_arrays(tmp_path / name)
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UserError, match="no such file"):
         read_arrays(tmp_path / "nothing.npz")
 
 
 @pytest.mark.parametrize("text", [b"[1e999]", b"[NaN]", b"[" * 100_000, b"\xff", b"[1"])
 def test_json_that_is_none_names_the_array(text: bytes) -> None:
-    with pytest.raises(UsageError, match=r"^meta: uint8 is read as the bytes of a JSON text"):
+    with pytest.raises(UserError, match=r"^meta: uint8 is read as the bytes of a JSON text"):
         read_json_array(np.frombuffer(text, dtype=np.uint8), "meta")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.io import (
     alone_in,
     free_bytes,
@@ -48,9 +48,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial_one(tmp_path: Path) -
         partial.write_text("half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(
-        UsageError, match=r"a: cannot be written: No space left on device \(.* MB free there\): tidy up"
-    ):
+    with pytest.raises(UserError, match=r"a: cannot be written: No space left on device \(.* MB free there\): tidy up"):
         write_atomically(tmp_path / "a", fails, "tidy up")
     assert (tmp_path / "a").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a"]
 
@@ -78,7 +76,7 @@ def test_partials_of_a_killed_process_go(tmp_path: Path) -> None:
 def test_space_is_asked_for_before_the_work(tmp_path: Path) -> None:
     free = free_bytes(tmp_path / "not" / "there" / "yet")
     require_space(tmp_path, free // 2, free // 2, "it", "do less")
-    with pytest.raises(UsageError, match=r"it needs .* MB, logs and .* MB are free there: free .* MB, or do less"):
+    with pytest.raises(UserError, match=r"it needs .* MB, logs and .* MB are free there: free .* MB, or do less"):
         require_space(tmp_path, 2 * free, 2 * free, "it", "do less")
 
 
@@ -91,7 +89,7 @@ def test_where_the_disk_is_full_the_checkpoint_before_still_loads(tmp_path: Path
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     try:
-        with pytest.raises(UsageError, match=r"free some space .*The newest checkpoint is step_00000001.pt"):
+        with pytest.raises(UserError, match=r"free some space .*The newest checkpoint is step_00000001.pt"):
             save_checkpoint(tmp_path, 2, state(2.0), keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -110,7 +108,7 @@ def test_a_damaged_checkpoint_is_told_by_its_checksum_with_what_is_beside_it(tmp
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     told = r"fails its checksum; beside it are step_00000001\.pt: give --resume the path of one"
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UserError, match=told):
         load_checkpoint(newest)
 
 
@@ -122,7 +120,7 @@ def test_latest_is_the_pointers_else_the_newest_there(tmp_path: Path) -> None:
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_00000001.pt"
     (tmp_path / "latest").write_text("")
     with pytest.raises(
-        UsageError, match=r"names nothing, which is not there; there: step_00000001\.pt, step_00000002\.pt"
+        UserError, match=r"names nothing, which is not there; there: step_00000001\.pt, step_00000002\.pt"
     ):
         find_checkpoint("latest", tmp_path)
     (tmp_path / "latest").unlink()
@@ -150,7 +148,7 @@ def test_the_newest_are_kept_and_those_ahead_of_a_run_taken_back(tmp_path: Path)
 
 def test_no_checkpoint_is_made_of_weights_that_are_not_finite(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state(1.0), keep=2)
-    with pytest.raises(UsageError, match="1 weights are not finite, such as w"):
+    with pytest.raises(UserError, match="1 weights are not finite, such as w"):
         save_checkpoint(tmp_path, 2, state(torch.inf), keep=2)
     assert (tmp_path / "latest").read_text() == "step_00000001.pt\n"
 

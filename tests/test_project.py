@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config.clip import CONFIGS, TrainSettings
+from mmclip.config.clip import CONFIGS, TrainConfig
 from mmclip.config.files import read_config
 
 # module -> what it must never reach, directly or through others: the one idea stays below everything that uses it
@@ -125,7 +125,7 @@ def test_configs_are_valid_and_open_with_command_cost_and_expectation(path: Path
     head = path.read_text(encoding="utf-8").split("\n\n")[0]
     words = [line.split()[1] for line in head.splitlines() if re.match(r"# [A-Z][a-z]+ {2,}", line)]
     assert words == ["Command", "Cost", "Expect"]
-    settings = TrainSettings(**read_config(TrainSettings, path))
+    settings = TrainConfig(**read_config(TrainConfig, path))
     assert settings.model
 
 

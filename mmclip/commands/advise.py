@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.config.advise import AdviseSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.advise import AdviseConfig
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import json_text
 from mmclip.io import write_text_atomically
 from mmclip.metrics import rank as metrics
@@ -38,8 +38,8 @@ Array = NDArray[Any]
 Json = dict[str, Any]
 
 
-def advise(settings: AdviseSettings) -> Json:
-    """Everything that advise.py does; returns the content of advise.json. Errors: UsageError, one line."""
+def advise(settings: AdviseConfig) -> Json:
+    """Everything that advise.py does; returns the content of advise.json. Errors: UserError, one line."""
     began = time.monotonic()
     about = "-".join(flat(Path(str(x)).name) for x in (settings.model, settings.data))
     folder = output_folder(settings.output, Path("logs") / "advice" / about)
@@ -58,7 +58,7 @@ def advise(settings: AdviseSettings) -> Json:
         seed=settings.seed,
     )
     if settings.rank is not None and settings.rank > encoded.matched.first.shape[1]:
-        raise UsageError(f"--rank {settings.rank}: the vectors have {encoded.matched.first.shape[1]} dimensions")
+        raise UserError(f"--rank {settings.rank}: the vectors have {encoded.matched.first.shape[1]} dimensions")
     sections, chosen = _trial(encoded.matched, judged, rest, trial, settings)
     seconds["trial"] = time.monotonic() - began - sum(seconds.values())
     target = "both" if len(directions) > 1 else next(iter(directions)).value
@@ -86,7 +86,7 @@ def advise(settings: AdviseSettings) -> Json:
     if sections[target]["norms"]:
         draw(report, folder / PICTURE)
     show(report)
-    print(f"advice: {one_line(folder / JSON_FILE)}")
+    print(f"advice: {printable(folder / JSON_FILE)}")
     return report
 
 
@@ -97,7 +97,7 @@ def _directions(asked: str) -> dict[Direction, float]:
 
 
 def _trial(
-    data: Matched, judged: Array, rest: Array, trial: Trial, settings: AdviseSettings
+    data: Matched, judged: Array, rest: Array, trial: Trial, settings: AdviseConfig
 ) -> tuple[dict[str, Json], list[Json]]:
     """Every direction's decision; without a trial where there are too few queries for one."""
     names = [d.value for d in trial.directions] + ["both"] * (len(trial.directions) > 1)
@@ -157,7 +157,7 @@ def zero_shot(data: Matched, judged: Array, directions: Sequence[Direction], met
     return report
 
 
-def kappa(encoded: Encoded, direction: Direction, settings: AdviseSettings) -> Json:
+def kappa(encoded: Encoded, direction: Direction, settings: AdviseConfig) -> Json:
     """fisher_report of the training pairs or, where they are too few, of the stand-in, with "reference" and, of the two
     kinds of matrices, "larger": which side's condition number is larger, or "within noise"."""
     data = encoded.matched

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mmclip import distributed
 from mmclip.commands.evaluate import load_model, make_runner
-from mmclip.config.embed import EmbedSettings
+from mmclip.config.embed import EmbedConfig
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.bank import draw_bank
 from mmclip.evaluation.eval_set import EvalData
 from mmclip.evaluation.eval_source import EvalSource
@@ -28,22 +28,22 @@ from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.training.skipped import told
 
 
-def embed(settings: EmbedSettings) -> None:
-    """Everything that embed.py does. Errors: UsageError, one line."""
+def embed(settings: EmbedConfig) -> None:
+    """Everything that embed.py does. Errors: UserError, one line."""
     assert settings.model is not None and settings.output is not None
     device = distributed.start(settings.device)
     data, distractors = open_evaluation(settings)
     bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
-    print(f"encoding {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]", file=sys.stderr)
+    print(f"encoding {len(data):,} images of {printable(data.path)} [{printable(data.split, 60)}]", file=sys.stderr)
     model = load_model(settings.model, settings.pretrained)
     alpha = trained_scales(model.facts, model.loaded_scale)
     corrected = [d for d in CLIP_DIRECTIONS if d.opposite in alpha] if settings.bank is not None else []
     if settings.bank is not None and not corrected:
-        raise UsageError(f"--bank: --model {one_line(settings.model)} names no known loss: nothing can be corrected")
+        raise UserError(f"--bank: --model {printable(settings.model)} names no known loss: nothing can be corrected")
     for direction in corrected:
         if alpha[direction.opposite] is None:
-            raise UsageError(
-                f"--bank: --model {one_line(settings.model)} has no scale of {direction.opposite.value}, which "
+            raise UserError(
+                f"--bank: --model {printable(settings.model)} has no scale of {direction.opposite.value}, which "
                 "log-evidence needs; a trained model has one"
             )
     path = Path(settings.output)
@@ -72,13 +72,13 @@ def embed(settings: EmbedSettings) -> None:
         saved = _with_evidence(saved, corrected, Bank(TRANSDUCTIVE, vectors))
     save_embeddings(path, saved)
     print(
-        f"embeddings: {one_line(path)}: {len(found.image):,} images, {len(found.text):,} texts, "
+        f"embeddings: {printable(path)}: {len(found.image):,} images, {len(found.text):,} texts, "
         f"D = {found.image.shape[1]}" + "".join(f", evidence of {d}" for d in saved.evidence)
     )
 
 
 def _require_space(path: Path, sets: Sequence[ImageTextData], model: Model) -> None:
-    """Errors: UsageError before the work where the disk has no place for its result."""
+    """Errors: UserError before the work where the disk has no place for its result."""
     rows = sum(len(d) + sum(map(len, d.captions)) for d in sets)
     size = rows * 4 * int(model.towers.model_cfg["embed_dim"])
     require_space(path.parent, size, size, "a file of embeddings", "name another place with --output")

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from mmclip import distributed
-from mmclip.config.encode import EncodeSettings
-from mmclip.config.evaluate import DiagnoseSettings, EvaluateSettings
+from mmclip.config.encode import EncodeConfig
+from mmclip.config.evaluate import DiagnoseConfig, EvaluateConfig
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.distractors import parse_distractors
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import load_embeddings
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.bank import draw_bank, saved_bank
 from mmclip.evaluation.comparison import verdicts
 from mmclip.evaluation.eval_source import EvalSource
@@ -35,12 +35,12 @@ from mmclip.similarity import Direction
 from mmclip.training.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
 
 
-def evaluate_model(settings: EvaluateSettings) -> None:
-    """Everything that evaluate.py does. Errors: UsageError, one line."""
+def evaluate_model(settings: EvaluateConfig) -> None:
+    """Everything that evaluate.py does. Errors: UserError, one line."""
     if settings.plot is not None:
         plot = Path(settings.plot)
         if plot.suffix.lower() != ".png" or plot.is_dir() or not plot.parent.is_dir():
-            raise UsageError(f"--plot {settings.plot!r}: the name of a .png file in a folder that exists is expected")
+            raise UserError(f"--plot {settings.plot!r}: the name of a .png file in a folder that exists is expected")
     runs: dict[str, Results] = {}
     others = load_runs(settings.compare or [])
     control = load_run(settings.control) if settings.control else None
@@ -51,8 +51,8 @@ def evaluate_model(settings: EvaluateSettings) -> None:
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
     found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
     if settings.control is not None and not found:
-        raise UsageError(
-            f"--control {one_line(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
+        raise UserError(
+            f"--control {printable(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
             "length (gamma_d below 1), so there is nothing to give a verdict on"
         )
     if settings.model is None and settings.embeddings is None and len(runs) == 1 and not found:
@@ -64,10 +64,10 @@ def evaluate_model(settings: EvaluateSettings) -> None:
         from mmclip.reporting.tradeoff import plot_tradeoff
 
         plot_tradeoff(runs, Path(settings.plot))
-        print(f"picture: {one_line(settings.plot)}")
+        print(f"picture: {printable(settings.plot)}")
 
 
-def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
+def _evaluate(settings: EvaluateConfig) -> tuple[str, Results]:
     if settings.embeddings is not None:
         return _evaluate_embeddings(settings, settings.embeddings)
     assert settings.model is not None
@@ -79,9 +79,9 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     classes = (
         open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data is not None else None
     )
-    extra = "".join(f" and {len(d):,} {one_line(name, 60)}" for name, d in distractors.items())
+    extra = "".join(f" and {len(d):,} {printable(name, 60)}" for name, d in distractors.items())
     print(
-        f"evaluating on {len(data):,} images of {one_line(data.path)} [{one_line(data.split, 60)}]{extra}",
+        f"evaluating on {len(data):,} images of {printable(data.path)} [{printable(data.split, 60)}]{extra}",
         file=sys.stderr,
     )
     model = load_model(settings.model, settings.pretrained)
@@ -113,7 +113,7 @@ def _evaluate(settings: EvaluateSettings) -> tuple[str, Results]:
     return name, _report(settings, results, name, where)
 
 
-def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Results]:
+def _evaluate_embeddings(settings: EvaluateConfig, file: str) -> tuple[str, Results]:
     saved = load_embeddings(file)
     data = saved.eval_data()
     scales = trained_scales(saved.facts) | {
@@ -133,7 +133,7 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
         )
     name = Path(file).stem
     where = output_folder(settings.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
-    print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {one_line(file)}", file=sys.stderr)
+    print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {printable(file)}", file=sys.stderr)
     results = evaluate_with_bar(
         data,
         native_exponents(saved.facts),
@@ -150,24 +150,24 @@ def _evaluate_embeddings(settings: EvaluateSettings, file: str) -> tuple[str, Re
     return name, _report(settings, results, name, where)
 
 
-def _how(settings: EvaluateSettings) -> dict[str, Any]:
+def _how(settings: EvaluateConfig) -> dict[str, Any]:
     """What ``evaluate`` is told by flags alone."""
-    fisher = isinstance(settings, DiagnoseSettings) and settings.fisher
+    fisher = isinstance(settings, DiagnoseConfig) and settings.fisher
     return {"fisher": fisher, "seed": settings.seed, "block_bytes": settings.block_bytes}
 
 
-def make_runner(settings: EncodeSettings, device: torch.device) -> Runner:
+def make_runner(settings: EncodeConfig, device: torch.device) -> Runner:
     """How the scripts that only encode run a model; "auto" is float32 for them."""
     precision = "fp32" if settings.precision == "auto" else settings.precision
     return Runner(device, precision, settings.batch_size, settings.workers)
 
 
-def _report(settings: EvaluateSettings, results: Results, name: str, where: Path) -> Results:
+def _report(settings: EvaluateConfig, results: Results, name: str, where: Path) -> Results:
     print_run(results, name, groups=True)
     print_zero_shot(results)
-    if isinstance(settings, DiagnoseSettings):
+    if isinstance(settings, DiagnoseConfig):
         print_diagnostics(results, name)
-    print(f"results: {one_line(save_results(results, where))}")
+    print(f"results: {printable(save_results(results, where))}")
     if settings.report:
         print_report(name, where)
     return results
@@ -187,13 +187,13 @@ def load_model(model: str, pretrained: str | None = None) -> Model:
     """A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name, a model config JSON or a bare
     checkpoint file.
 
-    The towers are on the CPU, in float32 and evaluation mode. Errors: UsageError.
+    The towers are on the CPU, in float32 and evaluation mode. Errors: UserError.
     """
     path = Path(model)
     if path.is_dir():
         inner = path / "model" if (path / "model").is_dir() else path
         if not (inner / "open_clip_config.json").is_file():
-            raise UsageError(f"--model {one_line(model)}: a folder without open_clip_config.json and without model/")
+            raise UserError(f"--model {printable(model)}: a folder without open_clip_config.json and without model/")
         model = f"local-dir:{inner}"
     elif path.suffix in WEIGHT_SUFFIXES and path.is_file() and pretrained is None:
         model, pretrained = architecture_of(path), model
@@ -201,7 +201,7 @@ def load_model(model: str, pretrained: str | None = None) -> Model:
     built.towers.eval()
     if built.loaded_scale is None:
         print(
-            f"warning: {one_line(model)} has random weights, and what it answers is chance: give --pretrained, a "
+            f"warning: {printable(model)} has random weights, and what it answers is chance: give --pretrained, a "
             "tag or a checkpoint file",
             file=sys.stderr,
         )

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from mmclip import distributed
-from mmclip.config.text_evaluate import TextEvaluateSettings
+from mmclip.config.text_evaluate import TextEvaluateConfig
 from mmclip.data.beir import TextCollection, open_beir
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import compare, verdicts
 from mmclip.evaluation.results import NATIVE, Results, load_results, save_results
 from mmclip.evaluation.runs import run_names, told_of
@@ -42,8 +42,8 @@ from mmclip.training.log import progress_bar
 Json = dict[str, Any]
 
 
-def evaluate_text_model(settings: TextEvaluateSettings) -> None:
-    """Everything that evaluate_text.py does. Errors: UsageError, one line, before a model is loaded where possible."""
+def evaluate_text_model(settings: TextEvaluateConfig) -> None:
+    """Everything that evaluate_text.py does. Errors: UserError, one line, before a model is loaded where possible."""
     others = {name: load_text_run(path) for name, path in run_names(settings.compare or []).items()}
     control = load_text_run(settings.control) if settings.control else None
     baseline = load_text_run(settings.baseline) if settings.baseline else None
@@ -55,7 +55,7 @@ def evaluate_text_model(settings: TextEvaluateSettings) -> None:
         for name, path in run_names(settings.run or []).items():
             files[name], notes = read_run(Path(path), collection)
             for note in notes:
-                print(f"warning: {one_line(path)}: {note}", file=sys.stderr)
+                print(f"warning: {printable(path)}: {note}", file=sys.stderr)
     runs: dict[str, Results] = {}
     if settings.model is not None and collection is not None:
         name, results = _evaluate(settings, settings.model, collection)
@@ -65,8 +65,8 @@ def evaluate_text_model(settings: TextEvaluateSettings) -> None:
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
     found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
     if settings.control is not None and not found:
-        raise UsageError(
-            f"--control {one_line(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
+        raise UserError(
+            f"--control {printable(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
             "length (gamma_d below 1), so there is nothing to give a verdict on"
         )
     if settings.model is None and len(runs) == 1 and not found:
@@ -76,18 +76,18 @@ def evaluate_text_model(settings: TextEvaluateSettings) -> None:
         print_text_comparison(runs, found)
 
 
-def _evaluate(settings: TextEvaluateSettings, asked: str, collection: TextCollection) -> tuple[str, Results]:
+def _evaluate(settings: TextEvaluateConfig, asked: str, collection: TextCollection) -> tuple[str, Results]:
     folder = text_run_folder(asked)
     name = folder.name if folder else asked
     where = output_folder(settings.output, default_output(folder, asked, collection.path, collection.split))
     for note in collection.notes:
-        print(f"warning: {one_line(collection.path)}: {note}", file=sys.stderr)
+        print(f"warning: {printable(collection.path)}: {note}", file=sys.stderr)
     model = open_text_model(settings, distributed.start(settings.device))
     native, alpha = native_scoring(model)
     removed = f" ({', '.join(model.removed)} taken off)" if model.removed else ""
     print(
-        f"evaluating {one_line(asked)}{removed} on {len(collection.queries):,} queries and "
-        f"{len(collection.documents):,} documents of {one_line(collection.path)} [{one_line(collection.split, 60)}]",
+        f"evaluating {printable(asked)}{removed} on {len(collection.queries):,} queries and "
+        f"{len(collection.documents):,} documents of {printable(collection.path)} [{printable(collection.split, 60)}]",
         file=sys.stderr,
     )
     query, document = (
@@ -118,11 +118,11 @@ def _evaluate(settings: TextEvaluateSettings, asked: str, collection: TextCollec
     print_text_run(done.results, name)
     if settings.fisher:
         print_diagnostics(done.results, name)
-    print(f"results: {one_line(save_results(done.results, where))}")
+    print(f"results: {printable(save_results(done.results, where))}")
     return name, done.results
 
 
-def _about(settings: TextEvaluateSettings, asked: str, model: TextModel) -> Json:
+def _about(settings: TextEvaluateConfig, asked: str, model: TextModel) -> Json:
     return {
         "model": asked,
         "weights": "random" if settings.random_init else "loaded",
@@ -139,7 +139,7 @@ def _print_files(
     """Somebody's run files, below what the model does natively where there is one: nDCG@10 paired with the first."""
     rates = measurable((k for k, _ in COLUMNS), collection.gains)
     if MAIN not in rates:
-        raise UsageError(f"--run: {one_line(collection.path)} has gains that are no small whole numbers, and "
+        raise UserError(f"--run: {printable(collection.path)} has gains that are no small whole numbers, and "
                          "ir_measures takes none but them")  # fmt: skip
     values = {
         f"{name} (native)": {k: r.query_values("retrieval", "q2d", NATIVE, k).astype(np.float64) for k in rates}
@@ -166,10 +166,10 @@ def text_run_folder(model: str) -> Path | None:
 
 
 def load_text_run(path: str) -> Results:
-    """A finished text evaluation. Errors: UsageError for files that are missing, damaged, not whole, or not of text."""
+    """A finished text evaluation. Errors: UserError for files that are missing, damaged, not whole, or not of text."""
     results = load_results(path)
     if "q2d" not in results.json["retrieval"]:
-        raise UsageError(f"{one_line(path)}: not a text evaluation: it has no direction q2d; see scripts/evaluate.py")
+        raise UserError(f"{printable(path)}: not a text evaluation: it has no direction q2d; see scripts/evaluate.py")
     with told_of(path):
         print_text_run(results, console=make_console(io.StringIO()))
         compare(results, results, resamples=2)

@@ -16,9 +16,9 @@ from rich.text import Text
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.config.rag import SCORINGS, RagSettings
+from mmclip.config.rag import SCORINGS, RagConfig
 from mmclip.data.beir import QUERIES, TextCollection, open_beir
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE, json_text
 from mmclip.evaluation.text_evaluation import native_scoring
 from mmclip.io import lock_folder, write_text_atomically
@@ -36,8 +36,8 @@ RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
 Json = dict[str, Any]
 
 
-def run_rag(settings: RagSettings) -> Json:
-    """Everything that rag.py does; returns rag.json's content. Errors: UsageError, one line."""
+def run_rag(settings: RagConfig) -> Json:
+    """Everything that rag.py does; returns rag.json's content. Errors: UserError, one line."""
     assert settings.data is not None and settings.reader is not None and settings.model is not None
     template = read_template(settings.prompt_file, PROMPT, (DOCUMENTS, QUESTION), "--prompt-file")
     closed = read_template(settings.closed_prompt_file, CLOSED_PROMPT, (QUESTION,), "--closed-prompt-file")
@@ -45,8 +45,8 @@ def run_rag(settings: RagSettings) -> Json:
     half = text_precision(settings.precision, device) != "fp32"
     collection = answerable(open_beir(settings.data, settings.split), settings.limit, settings.seed)
     if settings.top_k > len(collection.documents):
-        raise UsageError(
-            f"--top-k {settings.top_k}: {one_line(settings.data)} has {len(collection.documents)} documents"
+        raise UserError(
+            f"--top-k {settings.top_k}: {printable(settings.data)} has {len(collection.documents)} documents"
         )
     reader = open_reader(
         settings.reader, template, closed, device=device, dtype=torch.bfloat16 if half else torch.float32,
@@ -60,8 +60,8 @@ def run_rag(settings: RagSettings) -> Json:
     store = Predictions(where / PREDICTIONS_FILE)
     for note in collection.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"{len(collection.queries):,} queries of {one_line(collection.path)} [{one_line(collection.split, 60)}], "
-          f"{len(collection.documents):,} documents -> {one_line(where)}", file=sys.stderr)  # fmt: skip
+    print(f"{len(collection.queries):,} queries of {printable(collection.path)} [{printable(collection.split, 60)}], "
+          f"{len(collection.documents):,} documents -> {printable(where)}", file=sys.stderr)  # fmt: skip
     lists, native = _retrieve(settings, collection, device)
     results = {
         "model": settings.model,
@@ -83,18 +83,18 @@ def run_rag(settings: RagSettings) -> Json:
     }
     write_text_atomically(where / RAG_FILE, json_text(results, indent=1))
     print_rag(results)
-    print(f"results: {one_line(where / RAG_FILE)}")
+    print(f"results: {printable(where / RAG_FILE)}")
     if lock is not None:
         lock.close()
     return results
 
 
 def answerable(collection: TextCollection, limit: int | None = None, seed: int = 0) -> TextCollection:
-    """The queries that have accepted answers, ``limit`` of them drawn by ``seed``. Errors: UsageError for none."""
+    """The queries that have accepted answers, ``limit`` of them drawn by ``seed``. Errors: UserError for none."""
     kept = [row for row, found in enumerate(collection.answers or ()) if found]
     if not kept:
-        raise UsageError(
-            f"{one_line(Path(collection.path) / QUERIES)}: no query of split {one_line(collection.split, 60)!r} has "
+        raise UserError(
+            f"{printable(Path(collection.path) / QUERIES)}: no query of split {printable(collection.split, 60)!r} has "
             'answers; add them to its line: {"_id": …, "text": …, "answers": ["an accepted answer", …]}'
         )
     notes = list(collection.notes)
@@ -118,13 +118,13 @@ def answerable(collection: TextCollection, limit: int | None = None, seed: int =
 
 
 def _retrieve(
-    settings: RagSettings, collection: TextCollection, device: torch.device
+    settings: RagConfig, collection: TextCollection, device: torch.device
 ) -> tuple[dict[str, Lists], Exponents]:
     """(each scoring's lists, native's exponents); the encoder is let go of before the reader's weights come."""
     model = open_text_model(settings, device)
     native, _ = native_scoring(model)
     if model.removed:
-        print(f"note: {', '.join(model.removed)} taken off the end of {one_line(settings.model)}", file=sys.stderr)
+        print(f"note: {', '.join(model.removed)} taken off the end of {printable(settings.model)}", file=sys.stderr)
     query, document = (
         model.encode(texts, role, settings.encode_batch_size)
         for texts, role in ((collection.queries, "query"), (collection.documents, "document"))
@@ -156,15 +156,15 @@ def best_documents(
     }
 
 
-def _folder(settings: RagSettings) -> Path:
-    """--output, made. Errors: UsageError."""
+def _folder(settings: RagConfig) -> Path:
+    """--output, made. Errors: UserError."""
     names = (settings.model, settings.data, settings.split, settings.reader)
     default = "-".join(re.sub(r"[^\w.-]+", "-", Path(str(n)).name).strip("-.") for n in names)
     where = Path(settings.output) if settings.output else Path("logs") / "rag" / default
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {one_line(where)}: cannot be made a folder: {error.strerror}") from None
+        raise UserError(f"--output {printable(where)}: cannot be made a folder: {error.strerror}") from None
     return where
 
 
@@ -189,6 +189,6 @@ def print_rag(results: Json) -> None:
     console = make_console()
     data = results["data"]
     told = f" · reader {results['reader']['name']}, top {k} of {data['n_documents']:,}, {data['n_queries']:,} queries"
-    console.print(Text.assemble((one_line(results["model"], 60), "bold"), one_line(told, 200)))
+    console.print(Text.assemble((printable(results["model"], 60), "bold"), printable(told, 200)))
     console.print(table)
     console.print(Text("answer@k: an accepted answer stands in a document; cut: prompts whose documents were cut"))

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.config.sts import AUTO, StsSettings
-from mmclip.errors import one_line
+from mmclip.config.sts import AUTO, StsConfig
+from mmclip.errors import printable
 from mmclip.evaluation.results import json_text
 from mmclip.evaluation.text_evaluation import native_scoring
 from mmclip.io import write_text_atomically
@@ -43,8 +43,8 @@ Array = NDArray[Any]
 Json = dict[str, Any]
 
 
-def run_sts(settings: StsSettings) -> Json:
-    """Everything that sts.py does; what sts.json holds. Errors: UsageError, one line."""
+def run_sts(settings: StsConfig) -> Json:
+    """Everything that sts.py does; what sts.json holds. Errors: UserError, one line."""
     device = distributed.start(settings.device)
     train, held = _pairs(settings)
     about = f"{Path(str(settings.model)).name}-{Path(str(settings.train or settings.data)).stem}"
@@ -76,11 +76,11 @@ def run_sts(settings: StsSettings) -> Json:
     write_text_atomically(folder / JSON_FILE, json_text(report, indent=1))
     write_text_atomically(folder / CSV_FILE, csv_text(report))
     print_sts(report)
-    print(f"results: {one_line(folder / JSON_FILE)}")
+    print(f"results: {printable(folder / JSON_FILE)}")
     return report
 
 
-def _pairs(settings: StsSettings) -> tuple[StsPairs | None, StsPairs]:
+def _pairs(settings: StsConfig) -> tuple[StsPairs | None, StsPairs]:
     """(what is trained on, or None, what is evaluated on), without a sentence in common."""
     if settings.train is None:
         train, held = None, open_sts(str(settings.data))
@@ -94,13 +94,13 @@ def _pairs(settings: StsSettings) -> tuple[StsPairs | None, StsPairs]:
     return train, held
 
 
-def _about(pairs: StsPairs, settings: StsSettings) -> Json:
+def _about(pairs: StsPairs, settings: StsConfig) -> Json:
     split = {"holdout": settings.holdout, "split_seed": settings.seed} if settings.holdout is not None else {}
     scores = {"min": float(pairs.scores.min()), "max": float(pairs.scores.max())}
     return {"path": pairs.path, "n_pairs": len(pairs), **split, "scores": scores, "notes": pairs.notes}
 
 
-def _encode(model: TextModel, pairs: StsPairs, settings: StsSettings) -> Vectors:
+def _encode(model: TextModel, pairs: StsPairs, settings: StsConfig) -> Vectors:
     """Raw vectors of both sides, [P, D] each, in float64: ties are then real ones."""
     size = settings.encode_batch_size
     return (model.encode(pairs.first, "query", size, progress=False).double(),
@@ -113,7 +113,7 @@ def _train_all(
     held: StsPairs,
     before: Vectors,
     bootstrap: PairBootstrap,
-    settings: StsSettings,
+    settings: StsConfig,
     folder: Path,
 ) -> list[Json]:
     """Every norm with every seed from the same weights; a run whose file is there already is read."""
@@ -147,7 +147,7 @@ def _train_one(
     before: Vectors,
     given: Vectors | None,
     bootstrap: PairBootstrap,
-    settings: StsSettings,
+    settings: StsConfig,
 ) -> Json:
     """One run; ``before`` and ``given`` are the untrained model's vectors of the held-out pairs and, where only a head
     is trained, of the training pairs."""

@@ -11,14 +11,14 @@ import torch
 import yaml
 
 from mmclip import distributed
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.loading import steps_per_epoch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.evaluation.runs import load_runs
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes
@@ -38,12 +38,12 @@ from mmclip.training.step import seed_of
 from mmclip.training.trainer import Trainer
 
 
-def run_name(settings: TrainSettings) -> str:
+def run_name(settings: TrainConfig) -> str:
     return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
 
 
-def train(settings: TrainSettings) -> Path:
-    """Train, export and evaluate as the settings say; returns the run's folder. Errors: UsageError, one line."""
+def train(settings: TrainConfig) -> Path:
+    """Train, export and evaluate as the settings say; returns the run's folder. Errors: UserError, one line."""
     device = distributed.start(settings.device)
     try:
         return _train(settings, device)
@@ -51,7 +51,7 @@ def train(settings: TrainSettings) -> Path:
         distributed.stop()
 
 
-def _train(settings: TrainSettings, device: torch.device) -> Path:
+def _train(settings: TrainConfig, device: torch.device) -> Path:
     folder = Path(settings.logs) / run_name(settings)
     rank, ranks = distributed.world()
     if settings.fsdp:
@@ -123,7 +123,7 @@ def _train(settings: TrainSettings, device: torch.device) -> Path:
         if rank == 0:
             print(
                 f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.total_steps}, saved: "
-                f"continue with --name {one_line(folder.name)} --resume latest",
+                f"continue with --name {printable(folder.name)} --resume latest",
                 file=sys.stderr,
             )
         raise SystemExit(128 + signum)
@@ -148,7 +148,7 @@ def _benchmark(trainer: Trainer, steps: int) -> None:
         raise SystemExit(128 + signum)
 
 
-def precision(settings: TrainSettings, device: torch.device) -> str:
+def precision(settings: TrainConfig, device: torch.device) -> str:
     """'auto' resolved: bf16 autocast where CUDA makes it fast, float32 on a CPU, where it is six times slower."""
     if settings.precision == "auto":
         return "amp_bf16" if device.type == "cuda" else "fp32"
@@ -160,7 +160,7 @@ def _introduce(trainer: Trainer) -> None:
     settings, data = trainer.settings, trainer.source.data
     trained = sum(p.numel() for p in trainer.towers.parameters() if p.requires_grad)
     val = trainer.val_source.main.data if trainer.val_source else None
-    print(f"{settings.loss} loss, {settings.norm} normalization -> {one_line(trainer.folder)}", file=sys.stderr)
+    print(f"{settings.loss} loss, {settings.norm} normalization -> {printable(trainer.folder)}", file=sys.stderr)
     evaluated = f"evaluation on {_named(val)}" if val else "no evaluation data"
     print(f"{_named(data)}, {trainer.batches.left_out} left out an epoch; {evaluated}", file=sys.stderr)
     if data.permuted:
@@ -172,7 +172,7 @@ def _introduce(trainer: Trainer) -> None:
     elif settings.resume:
         print("no checkpoint yet: starting from the first step", file=sys.stderr)
     print(
-        f"{one_line(settings.model)}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
+        f"{printable(settings.model)}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
         f"{trainer.batches.joint} on {trainer.device}",
         file=sys.stderr,
         flush=True,
@@ -180,4 +180,4 @@ def _introduce(trainer: Trainer) -> None:
 
 
 def _named(data: ImageTextData) -> str:
-    return f"{len(data):,} images of {one_line(data.path)} [{one_line(data.split)}]"
+    return f"{len(data):,} images of {printable(data.path)} [{printable(data.split)}]"

@@ -14,11 +14,11 @@ import torch
 import yaml
 
 from mmclip import distributed
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.beir import TextCollection, open_beir, require_beir
 from mmclip.data.text_pairs import TrainingPairs, hold_out
 from mmclip.data.text_places import evaluation_name, folder_and_split
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import lock_folder, remove_partials, require_run_folder, require_space, write_text_atomically
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss, text_weights
@@ -43,11 +43,11 @@ class TextRunData:
     val: list[TextCollection]
 
 
-def train_text(settings: TextTrainSettings) -> Path:
-    """Train, save and evaluate as the settings say; returns the run's folder. Errors: UsageError, one line."""
+def train_text(settings: TextTrainConfig) -> Path:
+    """Train, save and evaluate as the settings say; returns the run's folder. Errors: UserError, one line."""
     device = distributed.start(settings.device)
     if device.type == "cuda" and device.index and distributed.world()[1] == 1:
-        raise UsageError(
+        raise UserError(
             f"--device {settings.device}: the trainer takes the first device that it sees; set CUDA_VISIBLE_DEVICES to "
             "choose one"
         )
@@ -58,15 +58,15 @@ def train_text(settings: TextTrainSettings) -> Path:
         distributed.stop()
 
 
-def run_name(settings: TextTrainSettings) -> str:
+def run_name(settings: TextTrainConfig) -> str:
     return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
 
 
-def is_finished(settings: TextTrainSettings, folder: Path) -> bool:
+def is_finished(settings: TextTrainConfig, folder: Path) -> bool:
     return (folder / (RESULTS_FILE if settings.val_data else f"{MODEL_FOLDER}/{FACTS_FILE}")).is_file()
 
 
-def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.ExitStack) -> Path:
+def _train(settings: TextTrainConfig, device: torch.device, held: contextlib.ExitStack) -> Path:
     folder = Path(settings.logs) / distributed.gather_objects(run_name(settings))[0]
     rank, ranks = distributed.world()
     distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
@@ -75,7 +75,7 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
         if is_finished(settings, folder):
             if rank == 0:
                 print(
-                    f"{one_line(folder)}: this run is finished; scripts/evaluate_text.py --model {one_line(folder)} "
+                    f"{printable(folder)}: this run is finished; scripts/evaluate_text.py --model {printable(folder)} "
                     "evaluates it on further data",
                     file=sys.stderr,
                 )
@@ -115,7 +115,7 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
         if rank == 0:
             print(
                 f"stopped by {signal.Signals(signum).name} after step {run.step} of {run.total}, saved: continue with "
-                f"--config {one_line(folder / CONFIG_FILE)} --resume latest",
+                f"--config {printable(folder / CONFIG_FILE)} --resume latest",
                 file=sys.stderr,
             )
         raise SystemExit(128 + signum)
@@ -126,39 +126,39 @@ def _train(settings: TextTrainSettings, device: torch.device, held: contextlib.E
 
 
 def check_settings(path: Path, now: dict[str, Any]) -> None:
-    """Errors: UsageError naming each setting that is not the run's."""
+    """Errors: UserError naming each setting that is not the run's."""
     try:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         before = None
     if not isinstance(before, dict):
-        raise UsageError(f"--resume latest: {one_line(path)}: not the settings of a run")
+        raise UserError(f"--resume latest: {printable(path)}: not the settings of a run")
     changed = [k for k in now if k not in FREE_TO_CHANGE and before.get(k) != now[k]]
     if changed:
-        told = ", ".join(f"{k} was {one_line(before.get(k), 60)}, is {one_line(now[k], 60)}" for k in changed)
-        raise UsageError(f"--resume latest: other settings than the run's: {told}")
+        told = ", ".join(f"{k} was {printable(before.get(k), 60)}, is {printable(now[k], 60)}" for k in changed)
+        raise UserError(f"--resume latest: other settings than the run's: {told}")
 
 
-def open_data(settings: TextTrainSettings, ranks: int) -> TextRunData:
-    """All data, so that what is wrong with them is told before a model loads. Errors: UsageError."""
+def open_data(settings: TextTrainConfig, ranks: int) -> TextRunData:
+    """All data, so that what is wrong with them is told before a model loads. Errors: UserError."""
     places = [folder_and_split(text) for text in settings.val_data or []]
     for root, split in places:
         require_beir(root, split)
     names = [evaluation_name(root, split) for root, split in places]
     if twice := next((n for n in names if names.count(n) > 1), None):
-        raise UsageError(f"--val-data: {one_line(twice)} is named twice; each needs a folder name of its own")
+        raise UserError(f"--val-data: {printable(twice)} is named twice; each needs a folder name of its own")
     pairs, held_out = hold_out(str(settings.train_data), settings.train_split, settings.watch_queries, settings.seed)
     if settings.train_fraction < 1:
         pairs = pairs.take_fraction(settings.train_fraction, settings.seed)
     if len(pairs) < settings.batch_size * ranks:
-        raise UsageError(
+        raise UserError(
             f"--batch-size {settings.batch_size}{f' on {ranks} processes' if ranks > 1 else ''}: there are only "
-            f"{len(pairs)} training pairs in {one_line(settings.train_data)}; a smaller batch is needed"
+            f"{len(pairs)} training pairs in {printable(settings.train_data)}; a smaller batch is needed"
         )
     return TextRunData(pairs, held_out, [open_beir(root, split) for root, split in places])
 
 
-def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
+def build_loss(settings: TextTrainConfig, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
     how: dict[str, Any] = {
         "weights": text_weights(settings.loss, settings.q2d_weight),
         "norm": settings.norm,
@@ -177,13 +177,13 @@ def build_loss(settings: TextTrainSettings, model: TextModel, pairs: TrainingPai
     return CachedRoleRankingLoss(model.encoder, **how, mini_batch_size=settings.mini_batch_size)
 
 
-def _introduce(settings: TextTrainSettings, run: Run, data: TextRunData) -> None:
+def _introduce(settings: TextTrainConfig, run: Run, data: TextRunData) -> None:
     """What is about to happen, before the first step."""
-    model, said = run.model, [f"{settings.loss} loss, {settings.norm} normalization -> {one_line(run.folder)}"]
+    model, said = run.model, [f"{settings.loss} loss, {settings.norm} normalization -> {printable(run.folder)}"]
     watched = f"{len(data.held_out.queries)} queries held out and watched" if data.held_out else "no queries watched"
-    said.append(f"{len(data.pairs):,} training pairs of {one_line(settings.train_data)}; {watched}")
-    said += [one_line(note) for note in data.pairs.notes]
-    said += [f"{one_line(c.path)} [{one_line(c.split)}]: {one_line(note)}" for c in data.val for note in c.notes]
+    said.append(f"{len(data.pairs):,} training pairs of {printable(settings.train_data)}; {watched}")
+    said += [printable(note) for note in data.pairs.notes]
+    said += [f"{printable(c.path)} [{printable(c.split)}]: {printable(note)}" for c in data.val for note in c.notes]
     if model.removed:
         rows = model.encode(data.pairs.dataset()[:64]["positive"], "document", settings.encode_batch_size, False)
         length = float(rows.norm(dim=1).mean())
@@ -194,6 +194,6 @@ def _introduce(settings: TextTrainSettings, run: Run, data: TextRunData) -> None
         said.append(f"continuing after step {run.step}")
     elif settings.resume:
         said.append("no checkpoint yet: starting from the first step")
-    said.append(f"{one_line(model.name)}: {trained / 1e6:.2f} M trained parameters, {lengths}; {run.total} steps of "
+    said.append(f"{printable(model.name)}: {trained / 1e6:.2f} M trained parameters, {lengths}; {run.total} steps of "
                 f"{settings.batch_size * run.ranks} pairs on {run.trainer.args.device}")  # fmt: skip
     print("\n".join(said), file=sys.stderr, flush=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from mmclip.config.clip import MODEL, RUN
 from mmclip.config.data import DATA
 from mmclip.config.flags import flag, parse
-from mmclip.config.text_model import TextModelSettings
-from mmclip.errors import UsageError, one_line, require
+from mmclip.config.text_model import TextModelConfig
+from mmclip.errors import UserError, printable, require
 
 TRIAL = "trial"
 TASKS = ("auto", "text", "clip")
@@ -21,7 +21,7 @@ METRIC = r"(success|recall|mrr|ndcg)@[1-9]\d{0,5}|map"
 
 
 @dataclasses.dataclass
-class AdviseSettings(TextModelSettings):
+class AdviseConfig(TextModelConfig):
     """Every flag of advise.py; those of a text model that a CLIP model does not have say nothing there."""
 
     pretrained: str | None = flag(None, MODEL, "of a CLIP model's name or JSON: an open_clip tag or a checkpoint file")
@@ -69,15 +69,15 @@ class AdviseSettings(TextModelSettings):
         ):
             require(self, names, valid, ok)
         if not re.fullmatch(METRIC, self.metric):
-            raise UsageError(
-                f"--metric {one_line(self.metric, 60)}: success@K, recall@K, mrr@K, ndcg@K or map is expected"
+            raise UserError(
+                f"--metric {printable(self.metric, 60)}: success@K, recall@K, mrr@K, ndcg@K or map is expected"
             )
         if self.data is None:
-            raise UsageError("--data is missing: a BEIR folder, or images with captions as evaluate.py takes them")
+            raise UserError("--data is missing: a BEIR folder, or images with captions as evaluate.py takes them")
         if self.model is None:
-            raise UsageError("--model is missing: a sentence-transformers model (text), or a CLIP model or run")
+            raise UserError("--model is missing: a sentence-transformers model (text), or a CLIP model or run")
         if self.direction is not None and self.direction not in DIRECTIONS[self.kind]:
-            raise UsageError(
+            raise UserError(
                 f"--direction {self.direction} of {self.kind} data: expected {' or '.join(DIRECTIONS[self.kind])}"
             )
         if self.kind == "text":
@@ -131,6 +131,6 @@ EXAMPLES = """examples:
       a run, on training pictures that it was not trained on (--val-holdout 1000)"""
 
 
-def parse_advise(argv: Sequence[str] | None = None) -> AdviseSettings:
-    """The command line of advise.py. Errors: UsageError, before any model or data is touched."""
-    return parse(AdviseSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_advise(argv: Sequence[str] | None = None) -> AdviseConfig:
+    """The command line of advise.py. Errors: UserError, before any model or data is touched."""
+    return parse(AdviseConfig, argv, DESCRIPTION, EXAMPLES)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 
 def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
     """KEY=VALUE pairs for open_clip's AugmentationCfg: numbers become floats, 'a,b' a tuple.
 
-    Errors: UsageError for an unknown key or a value that is no number.
+    Errors: UserError for an unknown key or a value that is no number.
 
     >>> parse_aug_cfg(["scale=0.9,1.0"])
     {'scale': (0.9, 1.0)}
@@ -22,12 +22,12 @@ def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
     for pair in pairs or ():
         key, _, text = pair.partition("=")
         if key not in valid:
-            raise UsageError(f"--aug-cfg {one_line(pair)}: unknown key {one_line(key)!r}; valid: {', '.join(valid)}")
+            raise UserError(f"--aug-cfg {printable(pair)}: unknown key {printable(key)!r}; valid: {', '.join(valid)}")
         try:
             numbers = tuple(float(v) for v in text.split(","))
         except ValueError:
             numbers = (math.nan,)
         if not all(math.isfinite(n) for n in numbers):
-            raise UsageError(f"--aug-cfg {one_line(pair)}: numbers expected after '='")
+            raise UserError(f"--aug-cfg {printable(pair)}: numbers expected after '='")
         parsed[key] = numbers if len(numbers) > 1 else int(numbers[0]) if key == "re_count" else numbers[0]
     return parsed

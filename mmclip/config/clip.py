@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config.data import SCENES, DataSettings
+from mmclip.config.data import SCENES, DataConfig
 from mmclip.config.flags import flag, parse
-from mmclip.config.loss import LossSettings, steps_or_fraction
-from mmclip.errors import UsageError, one_line, require
+from mmclip.config.loss import LossConfig, steps_or_fraction
+from mmclip.errors import UserError, printable, require
 from mmclip.models.model_names import CONFIGS, check_model, export_folder, read_facts
 
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
@@ -23,7 +23,7 @@ MODEL, OPTIMIZATION, RUN = "model", "optimization", "run"
 
 
 @dataclasses.dataclass
-class TrainSettings(DataSettings, LossSettings):
+class TrainConfig(DataConfig, LossConfig):
     """Every flag of train_clip.py, named as open_clip names it wherever it has one."""
 
     model: str = flag("ViT-B-32", MODEL, "an open_clip model name, a model config JSON, or local-dir:FOLDER")
@@ -172,12 +172,12 @@ class TrainSettings(DataSettings, LossSettings):
         self._check_combinations()
 
     def _start_from_run(self) -> None:
-        """With --init-from, ``model`` is what that run was trained from and trunks are nobody's. Errors: UsageError."""
+        """With --init-from, ``model`` is what that run was trained from and trunks are nobody's. Errors: UserError."""
         if self.init_from is None:
             return
         if self.pretrained is not None:
-            given = f"--pretrained {one_line(self.pretrained)} beside --init-from {one_line(self.init_from)}"
-            raise UsageError(f"{given}: both bring every weight; give one of the two")
+            given = f"--pretrained {printable(self.pretrained)} beside --init-from {printable(self.init_from)}"
+            raise UserError(f"{given}: both bring every weight; give one of the two")
         folder = export_folder(self.init_from)
         local = f"local-dir:{folder}"
         check_model(local, None)
@@ -210,36 +210,36 @@ class TrainSettings(DataSettings, LossSettings):
 
     def _check_combinations(self) -> None:
         if self.loss_batch_size is not None and self.accum_freq != 1:
-            raise UsageError(
+            raise UserError(
                 f"--loss-batch-size {self.loss_batch_size} beside --accum-freq {self.accum_freq}: both say how many "
                 "pairs the loss sees; give one of the two"
             )
         if self.loss_batch_size == 1:
-            raise UsageError("--loss-batch-size 1: a single pair has no rival; valid: 2 or more")
+            raise UserError("--loss-batch-size 1: a single pair has no rival; valid: 2 or more")
         if self.cache_features and not (self.lock_image or self.lock_text):
-            raise UsageError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
+            raise UserError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
-            raise UsageError(f"--name {one_line(self.name)!r}: a plain folder name is expected, without slashes")
+            raise UserError(f"--name {printable(self.name)!r}: a plain folder name is expected, without slashes")
         if self.may_change and not self.resume:
-            raise UsageError(f"--may-change {' '.join(self.may_change)} is for --resume")
+            raise UserError(f"--may-change {' '.join(self.may_change)} is for --resume")
         if self.benchmark is not None and self.resume:
-            raise UsageError(f"--benchmark {self.benchmark} beside --resume: it measures and keeps nothing")
+            raise UserError(f"--benchmark {self.benchmark} beside --resume: it measures and keeps nothing")
         if self.resume == "latest" and self.name is None:
-            raise UsageError("--resume latest needs --name, the run to continue")
+            raise UserError("--resume latest needs --name, the run to continue")
         if self.pretrained and self.model.startswith("local-dir:"):
-            raise UsageError(
-                f"--pretrained {one_line(self.pretrained)} beside --model {one_line(self.model)}: a "
+            raise UserError(
+                f"--pretrained {printable(self.pretrained)} beside --model {printable(self.model)}: a "
                 "local-dir brings its own weights; give one of the two"
             )
         if self.init_from is None:
             check_model(self.model, self.pretrained)
         for path, name in ((self.image_trunk, "--image-trunk"), (self.text_trunk, "--text-trunk")):
             if path is not None and not Path(path).exists():
-                raise UsageError(f"{name} {one_line(path)}: no such file or folder")
+                raise UserError(f"{name} {printable(path)}: no such file or folder")
         if self.fsdp and self.torchcompile:
-            raise UsageError("--fsdp with --torchcompile: a compiled tower cannot be shared out; give one of the two")
+            raise UserError("--fsdp with --torchcompile: a compiled tower cannot be shared out; give one of the two")
         if self.measure_start and self.val_data == "none":
-            raise UsageError("--measure-start evaluates the model before the first step: it needs evaluation data")
+            raise UserError("--measure-start evaluates the model before the first step: it needs evaluation data")
 
     def joint_batch(self, ranks: int) -> int:
         """Pairs that the loss sees in a step, of all processes."""
@@ -274,6 +274,6 @@ def _scenes_by_default(flags: dict[str, Any]) -> Path | None:
     return None
 
 
-def parse_train(argv: Sequence[str] | None = None) -> TrainSettings:
-    """The command line of train_clip.py. Errors: UsageError, before any model or data is touched."""
-    return parse(TrainSettings, argv, DESCRIPTION, EXAMPLES, CONFIGS, _scenes_by_default)
+def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The command line of train_clip.py. Errors: UserError, before any model or data is touched."""
+    return parse(TrainConfig, argv, DESCRIPTION, EXAMPLES, CONFIGS, _scenes_by_default)

@@ -7,7 +7,7 @@ import dataclasses
 
 from mmclip.config.augmentation import parse_aug_cfg
 from mmclip.config.flags import flag
-from mmclip.errors import UsageError, require
+from mmclip.errors import UserError, require
 
 SCENES = "builtin:scenes"
 DATA = "data"
@@ -20,7 +20,7 @@ def _key_value(text: str) -> str:
 
 
 @dataclasses.dataclass
-class DataSettings:
+class DataConfig:
     """Which pictures and captions, how many of them, and how they are read."""
 
     train_data: str = flag(
@@ -98,32 +98,32 @@ class DataSettings:
     )
 
     def check_data(self) -> None:
-        """Errors: UsageError naming the flag and what it was given."""
+        """Errors: UserError naming the flag and what it was given."""
         at_least_one = ("batch_size", "train_num_samples", "val_holdout")
         require(self, at_least_one, "a whole number of at least 1", lambda v: v >= 1)
         require(self, ("workers", "max_bad_samples"), "a number of at least 0", lambda v: v >= 0)
         require(self, ("workers",), "a whole number of at most 256", lambda v: v <= 256)
         require(self, ("train_fraction",), "a number above 0 and at most 1", lambda v: 0 < v <= 1)
         if self.train_fraction is not None and self.train_num_samples is not None:
-            raise UsageError(
+            raise UserError(
                 f"--train-fraction {self.train_fraction:g} beside --train-num-samples {self.train_num_samples}: both "
                 "say how many images are trained on; give one of the two"
             )
         for name in ("val_data", "val_split"):
             if self.val_holdout is not None and getattr(self, name) is not None:
-                raise UsageError(
+                raise UserError(
                     f"--val-holdout {self.val_holdout} beside --{name.replace('_', '-')} {getattr(self, name)}: the "
                     "held-out training images are what is evaluated on; give one of the two"
                 )
         check_zeroshot(self.zeroshot_data, self.zeroshot_split)
         if self.zeroshot_data is not None and self.val_data == "none":
-            raise UsageError(
+            raise UserError(
                 "--zeroshot-data with --val-data none: its numbers go into results.json, which needs evaluation data"
             )
         parse_aug_cfg(self.aug_cfg)
 
 
 def check_zeroshot(data: str | None, split: str | None) -> None:
-    """Errors: UsageError for a split of nothing."""
+    """Errors: UserError for a split of nothing."""
     if split is not None and data is None:
-        raise UsageError(f"--zeroshot-split {split} needs --zeroshot-data, whose split it is")
+        raise UserError(f"--zeroshot-split {split} needs --zeroshot-data, whose split it is")

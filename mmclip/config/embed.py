@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmclip.config.clip import RUN
-from mmclip.config.encode import EncodeSettings
+from mmclip.config.encode import EncodeConfig
 from mmclip.config.flags import flag, parse
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 SUFFIXES = (".safetensors", ".npz")  # mmclip.array_files has them too; it is slow to import
 
 
 @dataclasses.dataclass
-class EmbedSettings(EncodeSettings):
+class EmbedConfig(EncodeConfig):
     """Every flag of embed.py."""
 
     output: str | None = flag(None, RUN, "the file to write, .safetensors or .npz", metavar="FILE")
@@ -23,12 +23,12 @@ class EmbedSettings(EncodeSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model is None:
-            raise UsageError("--model is needed: a run's folder, an open_clip model name or a model config JSON")
+            raise UserError("--model is needed: a run's folder, an open_clip model name or a model config JSON")
         if self.output is None or Path(self.output).suffix not in SUFFIXES:
             given = "nothing" if self.output is None else repr(self.output)
-            raise UsageError(f"--output {given}: a file ending in {' or '.join(SUFFIXES)} is expected")
+            raise UserError(f"--output {given}: a file ending in {' or '.join(SUFFIXES)} is expected")
         if Path(self.output).is_dir():
-            raise UsageError(f"--output {self.output}: a folder of that name is there")
+            raise UserError(f"--output {self.output}: a folder of that name is there")
 
 
 DESCRIPTION = """Encode a data set once and write raw vectors, ids, relevance and the model's scoring to one file.
@@ -49,6 +49,6 @@ EXAMPLES = """examples:
       what an index makes of them: flat, HNSW, int8, cosine-only"""
 
 
-def parse_embed(argv: Sequence[str] | None = None) -> EmbedSettings:
-    """The command line of embed.py. Errors: UsageError."""
-    return parse(EmbedSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_embed(argv: Sequence[str] | None = None) -> EmbedConfig:
+    """The command line of embed.py. Errors: UserError."""
+    return parse(EmbedConfig, argv, DESCRIPTION, EXAMPLES)

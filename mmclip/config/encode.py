@@ -7,11 +7,11 @@ import dataclasses
 from mmclip.config.clip import BANK_SIZE, MODEL, PRECISIONS, RUN
 from mmclip.config.data import DATA, SCENES
 from mmclip.config.flags import flag
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 
 @dataclasses.dataclass
-class EncodeSettings:
+class EncodeConfig:
     """The flags that these scripts share."""
 
     model: str | None = flag(
@@ -45,10 +45,10 @@ class EncodeSettings:
     def __post_init__(self) -> None:
         self.require_at_least(batch_size=1, workers=0, bank_size=1, seed=0)
         if self.pretrained is not None and self.model is None:
-            raise UsageError(f"--pretrained {self.pretrained} needs --model, the name of its architecture")
+            raise UserError(f"--pretrained {self.pretrained} needs --model, the name of its architecture")
 
     def require_at_least(self, **lowest: int) -> None:
-        """Errors: UsageError naming the flag and what it was given."""
+        """Errors: UserError naming the flag and what it was given."""
         for name, low in lowest.items():
             if getattr(self, name) < low:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {low}")
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least {low}")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from mmclip.config.clip import MODEL, RUN
 from mmclip.config.data import DATA, SCENES, check_zeroshot
-from mmclip.config.encode import EncodeSettings
+from mmclip.config.encode import EncodeConfig
 from mmclip.config.flags import flag, parse
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 
 @dataclasses.dataclass
-class EvaluateSettings(EncodeSettings):
+class EvaluateConfig(EncodeConfig):
     """Every flag of evaluate.py. No model where only finished runs are compared, or saved embeddings are evaluated."""
 
     embeddings: str | None = flag(
@@ -63,18 +63,18 @@ class EvaluateSettings(EncodeSettings):
         self.require_at_least(block_bytes=2**20)
         check_zeroshot(self.zeroshot_data, self.zeroshot_split)
         if self.zeroshot_data is not None and self.model is None and self.embeddings is None:
-            raise UsageError("--zeroshot-data needs --model: finished runs are compared as they are")
+            raise UserError("--zeroshot-data needs --model: finished runs are compared as they are")
         if self.model is None and self.embeddings is None and not self.compare:
-            raise UsageError("nothing to do: give --model, --embeddings, or --compare with finished runs")
+            raise UserError("nothing to do: give --model, --embeddings, or --compare with finished runs")
         if self.embeddings is not None:
             for name in ("model", "pretrained", "data", "split", "distractors", "bank_split", "zeroshot_data"):
                 if getattr(self, name) not in (None, SCENES):
-                    raise UsageError(
-                        f"--embeddings {one_line(self.embeddings)} with --{name.replace('_', '-')}: saved "
+                    raise UserError(
+                        f"--embeddings {printable(self.embeddings)} with --{name.replace('_', '-')}: saved "
                         "embeddings are what they are; encode again with scripts/embed.py"
                     )
         if self.baseline is not None and self.control is None:
-            raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
+            raise UserError("--baseline is the sym/cosine run of a verdict: it needs --control")
 
 
 DESCRIPTION = """Evaluate a model in both retrieval directions under every scoring, with magnitudes, and compare runs.
@@ -101,13 +101,13 @@ EXAMPLES = """examples:
       finished runs, nothing encoded again: was magnitude learned, is it useful, and what did it cost?"""
 
 
-def parse_evaluate(argv: Sequence[str] | None = None) -> EvaluateSettings:
-    """The command line of evaluate.py. Errors: UsageError."""
-    return parse(EvaluateSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_evaluate(argv: Sequence[str] | None = None) -> EvaluateConfig:
+    """The command line of evaluate.py. Errors: UserError."""
+    return parse(EvaluateConfig, argv, DESCRIPTION, EXAMPLES)
 
 
 @dataclasses.dataclass
-class DiagnoseSettings(EvaluateSettings):
+class DiagnoseConfig(EvaluateConfig):
     """Every flag of diagnose.py."""
 
     fisher: bool = flag(True, RUN, "the condition numbers of the four Fisher matrices: a minute and more at D = 512")
@@ -130,6 +130,6 @@ EXAMPLES_DIAGNOSE = """examples:
       against captions and pictures that match nothing, and against the run whose lengths no loss saw"""
 
 
-def parse_diagnose(argv: Sequence[str] | None = None) -> DiagnoseSettings:
-    """The command line of diagnose.py. Errors: UsageError."""
-    return parse(DiagnoseSettings, argv, DESCRIPTION_DIAGNOSE, EXAMPLES_DIAGNOSE)
+def parse_diagnose(argv: Sequence[str] | None = None) -> DiagnoseConfig:
+    """The command line of diagnose.py. Errors: UserError."""
+    return parse(DiagnoseConfig, argv, DESCRIPTION_DIAGNOSE, EXAMPLES_DIAGNOSE)

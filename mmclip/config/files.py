@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 
 MAX_CONFIG_BYTES = 100_000  # PyYAML takes two seconds for so many; ours have one or two kilobytes
 STUDY = "study_"  # what the names of study files begin with
@@ -40,33 +40,33 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
 
 def find_config(name: str, folder: Path, study: bool = False, asked: str = "--config") -> Path:
     """A path, or the bare name of a file in ``folder``: scenes, scenes.yaml. study: a grid of runs is asked
-    for, not one run. asked: what named it. Errors: UsageError naming what is there."""
+    for, not one run. asked: what named it. Errors: UserError naming what is there."""
     for candidate in (Path(name), folder / name, folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
     shipped = sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(STUDY) is study)
-    raise UsageError(f"{asked} {one_line(name)}: no such file; a path, or one of: {', '.join(shipped)}")
+    raise UserError(f"{asked} {printable(name)}: no such file; a path, or one of: {', '.join(shipped)}")
 
 
 def read_config(settings: type[Any], path: Path) -> dict[str, Any]:
     """The settings in a YAML file, keys with - or _; ${NAME} and ${NAME:-default} come from the environment.
 
     YAML's structure is read and nothing is built from it: a value is the text that stands there, converted as a flag's
-    is, so no tag can ask for an object and no alias can grow. Errors: UsageError naming the file.
+    is, so no tag can ask for an object and no alias can grow. Errors: UserError naming the file.
     """
     return converted(settings, name_value_nodes(path), path)
 
 
 def converted(settings: type[Any], pairs: Iterable[tuple[yaml.Node, yaml.Node]], path: Path) -> dict[str, Any]:
-    """The values of (name, value) nodes, which ``path`` holds, as ``settings`` takes them. Errors: UsageError."""
+    """The values of (name, value) nodes, which ``path`` holds, as ``settings`` takes them. Errors: UserError."""
     fields = {f.name: f for f in dataclasses.fields(settings)}
     values: dict[str, Any] = {}
     for key, value in pairs:
         name = name_of(key)
         if name not in fields:
-            raise UsageError(f"{path}: unknown setting {one_line(name, 100)!r}{nearest(name[:100], list(fields))}")
+            raise UserError(f"{path}: unknown setting {printable(name, 100)!r}{nearest(name[:100], list(fields))}")
         if name in values:
-            raise UsageError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
+            raise UserError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
         values[name] = convert(fields[name], value, path)
     return values
 
@@ -76,24 +76,24 @@ def name_of(key: yaml.Node) -> str:
 
 
 def name_value_nodes(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """(name, value) nodes of a file that holds 'name: value' lines. Errors: UsageError."""
+    """(name, value) nodes of a file that holds 'name: value' lines. Errors: UserError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
-            raise UsageError(f"{path}: more than {MAX_CONFIG_BYTES:,} bytes, so not a settings file")
+            raise UserError(f"{path}: more than {MAX_CONFIG_BYTES:,} bytes, so not a settings file")
         root = yaml.compose(content.decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(f"{path}: not readable as YAML: {one_line(error.problem or error.context)}{where}") from None
+        raise UserError(f"{path}: not readable as YAML: {printable(error.problem or error.context)}{where}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         first_line = reason(error).partition("\\n")[0]
-        raise UsageError(f"{path}: not readable as YAML: {first_line}") from None
+        raise UserError(f"{path}: not readable as YAML: {first_line}") from None
     except RecursionError:
-        raise UsageError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
+        raise UserError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path}: expected 'name: value' lines, got {kind_of(root)}")
+        raise UserError(f"{path}: expected 'name: value' lines, got {kind_of(root)}")
     pairs: list[tuple[yaml.Node, yaml.Node]] = root.value
     return pairs
 
@@ -104,30 +104,30 @@ def kind_of(node: yaml.Node | None) -> str:
 
 
 def convert(field: dataclasses.Field[Any], node: yaml.Node, path: Path) -> Any:
-    """A node as the value of a setting. Errors: UsageError naming both."""
+    """A node as the value of a setting. Errors: UserError naming both."""
     where = f"{path}: {field.name}"
     if field.metadata["nargs"] and isinstance(node, yaml.SequenceNode):
         require_plain(node, where)
         return [_convert_text(field, text_of(item, where), where) for item in node.value]
     if is_null(node):
         if field.default is not None:
-            raise UsageError(f"{where} needs a value, got null")
+            raise UserError(f"{where} needs a value, got null")
         return None
     text = text_of(node, where)
     if field.metadata["nargs"]:
-        raise UsageError(f"{where} is a list, got {one_line(text)!r}")
+        raise UserError(f"{where} is a list, got {printable(text)!r}")
     if isinstance(field.default, bool):
         value = yaml.SafeLoader.bool_values.get(text.lower())
         if value is None:
-            raise UsageError(f"{where} is true or false, got {one_line(text)!r}")
+            raise UserError(f"{where} is true or false, got {printable(text)!r}")
         return value
     return _convert_text(field, text, where)
 
 
 def text_of(node: yaml.Node, where: str) -> str:
-    """A single value as it stands in the file. Errors: UsageError for anything else."""
+    """A single value as it stands in the file. Errors: UserError for anything else."""
     if not isinstance(node, yaml.ScalarNode):
-        raise UsageError(f"{where} is a single value, got {kind_of(node)}")
+        raise UserError(f"{where} is a single value, got {kind_of(node)}")
     require_plain(node, where)
     text: str = node.value
     _require_encodable(text, where)
@@ -139,21 +139,21 @@ def is_null(node: yaml.Node) -> bool:
 
 
 def require_plain(node: yaml.Node, where: str) -> None:
-    """Errors: UsageError for a value, list or mapping with a tag that asks for an object."""
+    """Errors: UserError for a value, list or mapping with a tag that asks for an object."""
     if node.tag not in _TAGS[type(node)]:
-        raise UsageError(f"{where}: {one_line(node.tag.replace(_YAML, '!!'), 80)} is not read, plain values only")
+        raise UserError(f"{where}: {printable(node.tag.replace(_YAML, '!!'), 80)} is not read, plain values only")
 
 
 def _require_encodable(text: str, where: str) -> None:
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):  # no file system and no stream takes them
-        raise UsageError(f"{where}: {one_line(text, 80)!r} holds a NUL or half a character")
+        raise UserError(f"{where}: {printable(text, 80)!r} holds a NUL or half a character")
 
 
 def _convert_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
     def from_environment(match: re.Match[str]) -> str:
         found = os.environ.get(match[1], match[2])
         if found is None:
-            raise UsageError(f"{where} needs the environment variable {match[1]}, or the flag {flag_name(field)}")
+            raise UserError(f"{where} needs the environment variable {match[1]}, or the flag {flag_name(field)}")
         return found
 
     text = _VARIABLE.sub(from_environment, text)
@@ -161,8 +161,8 @@ def _convert_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
     try:
         value = field.metadata["type"](text)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise UsageError(f"{where}: {one_line(text)!r} is not valid: {one_line(error)}") from None
+        raise UserError(f"{where}: {printable(text)!r} is not valid: {printable(error)}") from None
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        raise UsageError(f"{where}: {one_line(text)!r} is not one of {', '.join(choices)}")
+        raise UserError(f"{where}: {printable(text)!r} is not one of {', '.join(choices)}")
     return value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mmclip.config.files import find_config, flag_name, nearest, read_config
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 S = TypeVar("S")
 TAB = "\t"
@@ -53,16 +53,16 @@ def whole_number(text: str) -> int:
         except ValueError:
             number = math.nan
         if not number.is_integer():
-            raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{printable(text, 60)!r} is not a whole number") from None
         value = int(number)
     if abs(value) >= 10**18:  # what comes after could not count so far
-        raise argparse.ArgumentTypeError(f"{one_line(text, 60)!r} has more than 18 digits")
+        raise argparse.ArgumentTypeError(f"{printable(text, 60)!r} has more than 18 digits")
     return value
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(one_line(message, 600))
+        raise UserError(printable(message, 600))
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -128,15 +128,15 @@ def parse(
     """Flags over config file over defaults, as a validated settings object.
 
     ``default_config`` may name a file to use where no --config was given, from the flags that were.
-    Errors: UsageError, before anything else is imported or loaded.
+    Errors: UserError, before anything else is imported or loaded.
     """
     parser = build_parser(settings, description, examples, has_config=config_folder is not None)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         valid = [o for a in parser._actions for o in a.option_strings]
         word = next((u for u in unknown if u.startswith("-")), unknown[0])
-        raise UsageError(
-            f"unknown argument {one_line(word)!r}{nearest(word.split('=')[0], valid)} (--help lists them all)"
+        raise UserError(
+            f"unknown argument {printable(word)!r}{nearest(word.split('=')[0], valid)} (--help lists them all)"
         )
     flags = vars(given)
     values: dict[str, Any] = {}
@@ -149,21 +149,21 @@ def parse(
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:
-    """Run a script's main: a UsageError, a full disk or memory is one line and exit code 2, Ctrl-C exit code 130."""
+    """Run a script's main: a UserError, a full disk or memory is one line and exit code 2, Ctrl-C exit code 130."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks is shown escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         main()
-    except UsageError as error:
+    except UserError as error:
         _fail(str(error))
     except OSError as error:  # a folder that cannot be written, a full disk
-        where = f"{one_line(error.filename)}: " if error.filename else ""
+        where = f"{printable(error.filename)}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors that say so
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        _fail(f"out of memory: {one_line(error)}; a smaller model, --batch-size or --force-image-size needs less")
+        _fail(f"out of memory: {printable(error)}; a smaller model, --batch-size or --force-image-size needs less")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -172,5 +172,5 @@ def run_script(main: Callable[[], None]) -> NoReturn:
 
 def _fail(message: str) -> NoReturn:
     """One line whatever a message took from data or a path."""
-    print(f"error: {one_line(message, 4000)}", file=sys.stderr)
+    print(f"error: {printable(message, 4000)}", file=sys.stderr)
     sys.exit(2)

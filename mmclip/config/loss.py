@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from mmclip.config.flags import flag
-from mmclip.errors import UsageError, require
+from mmclip.errors import UserError, require
 
 LOSSES = ("sym", "asym-i2t", "asym-t2i")
 NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
@@ -29,7 +29,7 @@ def steps_or_fraction(text: str) -> float:
 
 
 @dataclasses.dataclass
-class LossSettings:
+class LossConfig:
     """Which directions train, whose length is divided out, and the curriculum."""
 
     loss: str = flag(
@@ -94,7 +94,7 @@ class LossSettings:
     )
 
     def check_loss(self) -> None:
-        """Errors: UsageError naming the flag and what it was given."""
+        """Errors: UserError naming the flag and what it was given."""
         require(self, ("logit_scale_init", "logit_scale_max"), "a number above 0", lambda v: v > 0)
         require(self, ("gamma_init",), "a number between 0 and 1, both excluded", lambda v: 0 < v < 1)
         require(self, ("i2t_weight", "i2t_weight_end"), "a number from 0 to 1", lambda v: 0 <= v <= 1)
@@ -102,9 +102,9 @@ class LossSettings:
         for name in ("i2t_weight", "i2t_weight_end"):
             if getattr(self, name) is not None and self.loss != "sym":
                 given = f"--{name.replace('_', '-')} {getattr(self, name):g}"
-                raise UsageError(f"{given} needs --loss sym, not --loss {self.loss}")
+                raise UserError(f"{given} needs --loss sym, not --loss {self.loss}")
         if self.logit_scale_init is not None and self.logit_scale_init > self.logit_scale_max:
-            raise UsageError(
+            raise UserError(
                 f"--logit-scale-init {self.logit_scale_init:g} is above --logit-scale-max {self.logit_scale_max:g}"
             )
         self._check_schedule()
@@ -113,21 +113,21 @@ class LossSettings:
         """What can be said of the exponents' schedule before the number of steps is known (curriculum.check)."""
         require(self, ("stage2_lr_factor",), "a number above 0", lambda v: v > 0)
         if self.stage2_lr_factor != 1 and self.gamma_schedule != "switch":
-            raise UsageError(f"--stage2-lr-factor {self.stage2_lr_factor:g} needs --gamma-schedule switch")
+            raise UserError(f"--stage2-lr-factor {self.stage2_lr_factor:g} needs --gamma-schedule switch")
         unused = {"none": ("gamma_from", "gamma_start", "gamma_end"), "switch": ("gamma_end",)}
         for name in unused.get(self.gamma_schedule, ()):
             if (value := getattr(self, name)) != next(f.default for f in dataclasses.fields(self) if f.name == name):
                 needs = "anneal" if self.gamma_schedule == "switch" else "switch or anneal"
-                raise UsageError(f"--{name.replace('_', '-')} {value} needs --gamma-schedule {needs}")
+                raise UserError(f"--{name.replace('_', '-')} {value} needs --gamma-schedule {needs}")
         if self.gamma_schedule == "none":
             return
         given = f"--gamma-schedule {self.gamma_schedule}"
         if self.norm == "learned":
-            raise UsageError(f"{given}: --norm learned finds its exponents itself; a fixed normalization is expected")
+            raise UserError(f"{given}: --norm learned finds its exponents itself; a fixed normalization is expected")
         if self.norm == self.gamma_from:
-            raise UsageError(f"{given}: --gamma-from {self.gamma_from} is --norm itself, so nothing would change")
+            raise UserError(f"{given}: --gamma-from {self.gamma_from} is --norm itself, so nothing would change")
         start, end = self.gamma_start, self.gamma_end
         if self.gamma_schedule == "switch" and start == 0:
-            raise UsageError(f"{given}: --gamma-start 0 leaves no step before it")
+            raise UserError(f"{given}: --gamma-start 0 leaves no step before it")
         if self.gamma_schedule == "anneal" and start >= end and (start < 1) == (end < 1):
-            raise UsageError(f"{given}: --gamma-start {start:g} is not before --gamma-end {end:g}")
+            raise UserError(f"{given}: --gamma-start {start:g} is not before --gamma-end {end:g}")

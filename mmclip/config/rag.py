@@ -8,15 +8,15 @@ from pathlib import Path
 
 from mmclip.config.clip import RUN
 from mmclip.config.flags import flag, parse
-from mmclip.config.text_model import TEXT_DATA, TextModelSettings
-from mmclip.errors import UsageError, one_line, require
+from mmclip.config.text_model import TEXT_DATA, TextModelConfig
+from mmclip.errors import UserError, printable, require
 
 READER = "reader"
 SCORINGS = ("cosine", "dot", "qnorm", "dnorm", "native")
 
 
 @dataclasses.dataclass
-class RagSettings(TextModelSettings):
+class RagConfig(TextModelConfig):
     """Every flag of rag.py."""
 
     data: str | None = flag(None, TEXT_DATA, "a BEIR folder whose queries.jsonl has answers, a list of texts each")
@@ -55,15 +55,15 @@ class RagSettings(TextModelSettings):
         at_least_one = ("top_k", "limit", "max_input_tokens", "max_new_tokens", "reader_batch_size")
         require(self, at_least_one, "a whole number of at least 1", lambda v: v >= 1)
         if self.data is None:
-            raise UsageError("--data is missing: a BEIR folder whose queries.jsonl has answers")
+            raise UserError("--data is missing: a BEIR folder whose queries.jsonl has answers")
         if not Path(self.data).is_dir():
-            raise UsageError(f"--data {one_line(self.data)}: no such folder")
+            raise UserError(f"--data {printable(self.data)}: no such folder")
         if self.reader is None:
-            raise UsageError("--reader is missing: a transformers folder or hub name, such as google/flan-t5-large")
+            raise UserError("--reader is missing: a transformers folder or hub name, such as google/flan-t5-large")
         for name in ("prompt_file", "closed_prompt_file"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                raise UsageError(f"--{name.replace('_', '-')} {one_line(path)}: no such file")
+                raise UserError(f"--{name.replace('_', '-')} {printable(path)}: no such file")
 
 
 DESCRIPTION = """Does a better ranking give better answers? The best K documents of every query, under each scoring, go
@@ -80,6 +80,6 @@ EXAMPLES = """examples:
       a causal reader from a folder, on 500 queries"""
 
 
-def parse_rag(argv: Sequence[str] | None = None) -> RagSettings:
-    """The command line of rag.py. Errors: UsageError, before any model or data is touched."""
-    return parse(RagSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_rag(argv: Sequence[str] | None = None) -> RagConfig:
+    """The command line of rag.py. Errors: UserError, before any model or data is touched."""
+    return parse(RagConfig, argv, DESCRIPTION, EXAMPLES)

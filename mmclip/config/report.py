@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from mmclip.config.clip import RUN
 from mmclip.config.flags import flag, parse
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 
 @dataclasses.dataclass
-class ReportSettings:
+class ReportConfig:
     """Every flag of report.py."""
 
     runs: list[str] | None = flag(
@@ -35,9 +35,9 @@ class ReportSettings:
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise UsageError("nothing to report: give --runs with finished runs")
+            raise UserError("nothing to report: give --runs with finished runs")
         if self.baseline is not None and self.control is None:
-            raise UsageError("--baseline is the sym/cosine run of a verdict: it needs --control")
+            raise UserError("--baseline is the sym/cosine run of a verdict: it needs --control")
 
 
 DESCRIPTION = """One HTML page for one run, or for several over the same data: both directions with intervals,
@@ -53,6 +53,6 @@ EXAMPLES = """examples:
       writes logs/demo-scenes-seed0/report.html: three runs, differences to the first, and the verdict"""
 
 
-def parse_report(argv: Sequence[str] | None = None) -> ReportSettings:
-    """The command line of report.py. Errors: UsageError."""
-    return parse(ReportSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_report(argv: Sequence[str] | None = None) -> ReportConfig:
+    """The command line of report.py. Errors: UserError."""
+    return parse(ReportConfig, argv, DESCRIPTION, EXAMPLES)

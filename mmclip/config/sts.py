@@ -11,8 +11,8 @@ from typing import Any
 from mmclip.config.clip import MODEL, OPTIMIZATION, RUN
 from mmclip.config.flags import flag, parse
 from mmclip.config.loss import LOSS, NORMS, steps_or_fraction
-from mmclip.config.text_model import TEXT_DATA, TextModelSettings
-from mmclip.errors import UsageError, one_line, require
+from mmclip.config.text_model import TEXT_DATA, TextModelConfig
+from mmclip.errors import UserError, printable, require
 
 AUTO = "auto"
 PAPER_SCALE = 0.01
@@ -29,7 +29,7 @@ def scale_or_auto(text: str) -> float | str:
 
 
 @dataclasses.dataclass
-class StsSettings(TextModelSettings):
+class StsConfig(TextModelConfig):
     """Every flag of sts.py."""
 
     data: str | None = flag(
@@ -93,23 +93,23 @@ class StsSettings(TextModelSettings):
             require(self, ("scale",), f"a number above 0, or {AUTO}", lambda v: v > 0)
         for norm in self.norms:
             if norm not in NORMS:
-                raise UsageError(f"--norms {one_line(norm, 60)}: unknown; valid: {', '.join(NORMS)}")
+                raise UserError(f"--norms {printable(norm, 60)}: unknown; valid: {', '.join(NORMS)}")
         if min(self.seeds) < 0:
-            raise UsageError(f"--seeds {min(self.seeds)}: expected whole numbers of at least 0")
+            raise UserError(f"--seeds {min(self.seeds)}: expected whole numbers of at least 0")
         if self.train is None and (self.holdout is not None or self.data is None):
-            raise UsageError("--holdout is a share of the --train pairs: it needs --train FILE" if self.data is not None
+            raise UserError("--holdout is a share of the --train pairs: it needs --train FILE" if self.data is not None
                              or self.holdout is not None else "--data is missing: a file of pairs")  # fmt: skip
         if self.train is not None and (self.data is None) == (self.holdout is None):
-            raise UsageError("--train needs other pairs to evaluate on: either --data FILE, or --holdout, a share of "
+            raise UserError("--train needs other pairs to evaluate on: either --data FILE, or --holdout, a share of "
                              "the training pairs")  # fmt: skip
         if self.head_only and self.train is None:
-            raise UsageError("--head-only says what is trained: it needs --train FILE")
+            raise UserError("--head-only says what is trained: it needs --train FILE")
         if self.effective_scale != 1.0 and self.scale != AUTO:
-            raise UsageError(f"--effective-scale {self.effective_scale:g} needs --scale {AUTO}")
+            raise UserError(f"--effective-scale {self.effective_scale:g} needs --scale {AUTO}")
         for name in ("data", "train"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                raise UsageError(f"--{name} {one_line(path)}: no such file")
+                raise UserError(f"--{name} {printable(path)}: no such file")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -129,6 +129,6 @@ EXAMPLES = """examples:
       four norms trained from one effective scale; a repeated command trains only what is missing"""
 
 
-def parse_sts(argv: Sequence[str] | None = None) -> StsSettings:
-    """The command line of sts.py. Errors: UsageError, before any model or data is touched."""
-    return parse(StsSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_sts(argv: Sequence[str] | None = None) -> StsConfig:
+    """The command line of sts.py. Errors: UserError, before any model or data is touched."""
+    return parse(StsConfig, argv, DESCRIPTION, EXAMPLES)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from mmclip.config.clip import RUN
 from mmclip.config.flags import flag, parse
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 STUDY_DEFAULT = "study_scenes"
 
 
 @dataclasses.dataclass
-class StudySettings:
+class StudyConfig:
     """Every flag of run_study.py."""
 
     config: str = flag(
@@ -35,16 +35,14 @@ class StudySettings:
 
     def __post_init__(self) -> None:
         if self.jobs < 0:
-            raise UsageError(f"--jobs {self.jobs}: expected 0 or more")
+            raise UserError(f"--jobs {self.jobs}: expected 0 or more")
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
-            raise UsageError(f"--name {self.name!r}: a plain folder name is expected, without slashes")
+            raise UserError(f"--name {self.name!r}: a plain folder name is expected, without slashes")
         for text in self.set or []:
             if "=" not in text:
-                raise UsageError(f"--set {text!r}: expected SETTING=VALUE")
+                raise UserError(f"--set {text!r}: expected SETTING=VALUE")
         if self.seeds and (min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds)):
-            raise UsageError(
-                f"--seeds {' '.join(map(str, self.seeds))}: different whole numbers from 0 on are expected"
-            )
+            raise UserError(f"--seeds {' '.join(map(str, self.seeds))}: different whole numbers from 0 on are expected")
 
 
 DESCRIPTION = """Run a grid of trainings and show what magnitude learning costs: the paper's Table 6, the trade-off of
@@ -79,6 +77,6 @@ examples:
       which runs that would be"""
 
 
-def parse_study(argv: Sequence[str] | None = None) -> StudySettings:
-    """The command line of run_study.py. Errors: UsageError."""
-    return parse(StudySettings, argv, DESCRIPTION, EXAMPLES)
+def parse_study(argv: Sequence[str] | None = None) -> StudyConfig:
+    """The command line of run_study.py. Errors: UserError."""
+    return parse(StudyConfig, argv, DESCRIPTION, EXAMPLES)

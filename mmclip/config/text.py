@@ -10,15 +10,15 @@ from typing import Any
 from mmclip.config.clip import MODEL, OPTIMIZATION, RUN
 from mmclip.config.flags import flag, parse
 from mmclip.config.loss import LOSS, NORMS, POSITIVES, steps_or_fraction
-from mmclip.config.text_model import TEXT_DATA, TextModelSettings
-from mmclip.errors import UsageError, one_line, require
+from mmclip.config.text_model import TEXT_DATA, TextModelConfig
+from mmclip.errors import UserError, printable, require
 from mmclip.models.model_names import CONFIGS
 
 TEXT_LOSSES = ("q2d", "d2q", "both")
 
 
 @dataclasses.dataclass
-class TextTrainSettings(TextModelSettings):
+class TextTrainConfig(TextModelConfig):
     """Every flag of train_text.py."""
 
     keep_normalize: bool = flag(
@@ -131,25 +131,25 @@ class TextTrainSettings(TextModelSettings):
         ):  # fmt: skip
             require(self, names, valid, ok)
         if self.q2d_weight is not None and self.loss != "both":
-            raise UsageError(f"--q2d-weight {self.q2d_weight:g} needs --loss both, not --loss {self.loss}")
+            raise UserError(f"--q2d-weight {self.q2d_weight:g} needs --loss both, not --loss {self.loss}")
         if self.logit_scale_init > self.logit_scale_max:
-            raise UsageError(
+            raise UserError(
                 f"--logit-scale-init {self.logit_scale_init:g} is above --logit-scale-max {self.logit_scale_max:g}"
             )
         if self.keep_normalize and self.norm != "cosine":
-            raise UsageError(
+            raise UserError(
                 f"--keep-normalize with --norm {self.norm}: vectors that end in a Normalize module have no length to "
                 "train; leave it out, or train --norm cosine"
             )
         if self.train_data is None:
-            raise UsageError("--train-data is missing: a BEIR folder, or a .tsv or .jsonl of triples")
+            raise UserError("--train-data is missing: a BEIR folder, or a .tsv or .jsonl of triples")
         if not Path(self.train_data).exists():
-            raise UsageError(f"--train-data {one_line(self.train_data)}: no such file or folder")
+            raise UserError(f"--train-data {printable(self.train_data)}: no such file or folder")
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
-            raise UsageError(f"--name {one_line(self.name)!r}: a plain folder name is expected, without slashes")
+            raise UserError(f"--name {printable(self.name)!r}: a plain folder name is expected, without slashes")
         if self.resume is not None and (self.resume != "latest" or self.name is None):
-            raise UsageError(
-                f"--resume {one_line(self.resume)}: 'latest' is expected, with --name, the run to continue"
+            raise UserError(
+                f"--resume {printable(self.resume)}: 'latest' is expected, with --name, the run to continue"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,6 +169,6 @@ EXAMPLES = """examples:
       MS MARCO style triples, with gradients cached"""
 
 
-def parse_train_text(argv: Sequence[str] | None = None) -> TextTrainSettings:
-    """The command line of train_text.py. Errors: UsageError, before any model or data is touched."""
-    return parse(TextTrainSettings, argv, DESCRIPTION, EXAMPLES, CONFIGS)
+def parse_train_text(argv: Sequence[str] | None = None) -> TextTrainConfig:
+    """The command line of train_text.py. Errors: UserError, before any model or data is touched."""
+    return parse(TextTrainConfig, argv, DESCRIPTION, EXAMPLES, CONFIGS)

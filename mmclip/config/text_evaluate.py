@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mmclip.config.clip import RUN
 from mmclip.config.flags import flag, parse
-from mmclip.config.text_model import TEXT_DATA, TextModelSettings
-from mmclip.errors import UsageError, one_line, require
+from mmclip.config.text_model import TEXT_DATA, TextModelConfig
+from mmclip.errors import UserError, printable, require
 
 
 @dataclasses.dataclass
-class TextEvaluateSettings(TextModelSettings):
+class TextEvaluateConfig(TextModelConfig):
     """Every flag of evaluate_text.py. No model where finished runs are compared, or TREC run files are measured."""
 
     data: str | None = flag(
@@ -54,22 +54,22 @@ class TextEvaluateSettings(TextModelSettings):
         if self.model is not None:
             self.check_model()
             if self.data is None:
-                raise UsageError("--data is missing: a BEIR folder to evaluate the model on")
+                raise UserError("--data is missing: a BEIR folder to evaluate the model on")
         elif self.run is None and not self.compare:
-            raise UsageError("nothing to do: give --model and --data, --run with TREC files, or --compare with runs")
+            raise UserError("nothing to do: give --model and --data, --run with TREC files, or --compare with runs")
         if self.model is None:
             for name in ("output", "fisher"):
                 if getattr(self, name):
-                    raise UsageError(f"--{name} needs --model: finished runs and run files are compared as they are")
+                    raise UserError(f"--{name} needs --model: finished runs and run files are compared as they are")
         require(self, ("run_depth",), "a whole number of at least 0", lambda v: v >= 0)
         require(self, ("block_bytes",), f"a whole number of at least {2**20}", lambda v: v >= 2**20)
         if self.run and self.data is None:
-            raise UsageError("--run needs --data: the folder whose judgments the files are measured by")
+            raise UserError("--run needs --data: the folder whose judgments the files are measured by")
         for path in self.run or []:
             if not Path(path).is_file():
-                raise UsageError(f"--run {one_line(path)}: no such file")
+                raise UserError(f"--run {printable(path)}: no such file")
         if self.baseline is not None and self.control is None:
-            raise UsageError("--baseline is the cosine run of a verdict: it needs --control")
+            raise UserError("--baseline is the cosine run of a verdict: it needs --control")
 
 
 DESCRIPTION = """Evaluate a text encoder's retrieval under every scoring, with magnitudes, and compare runs.
@@ -88,6 +88,6 @@ EXAMPLES = """examples:
       somebody's run file beside a model"""
 
 
-def parse_evaluate_text(argv: Sequence[str] | None = None) -> TextEvaluateSettings:
-    """The command line of evaluate_text.py. Errors: UsageError, before any model or data is touched."""
-    return parse(TextEvaluateSettings, argv, DESCRIPTION, EXAMPLES)
+def parse_evaluate_text(argv: Sequence[str] | None = None) -> TextEvaluateConfig:
+    """The command line of evaluate_text.py. Errors: UserError, before any model or data is touched."""
+    return parse(TextEvaluateConfig, argv, DESCRIPTION, EXAMPLES)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from mmclip.config.clip import MODEL, PRECISIONS, RUN
 from mmclip.config.flags import flag
-from mmclip.errors import UsageError, one_line, require
+from mmclip.errors import UserError, printable, require
 
 TEXT_DATA = "data"
 POOLINGS = ("mean", "cls", "lasttoken")
 
 
 @dataclasses.dataclass
-class TextModelSettings:
+class TextModelConfig:
     """The flags of a text model."""
 
     model: str | None = flag(
@@ -49,11 +49,11 @@ class TextModelSettings:
     seed: int = flag(0, RUN, "everything random follows from it")
 
     def check_model(self) -> None:
-        """What can be said of the model before it is loaded. Errors: UsageError."""
+        """What can be said of the model before it is loaded. Errors: UserError."""
         require(self, ("query_length", "document_length"), "a whole number of at least 4 tokens", lambda v: v >= 4)
         require(self, ("encode_batch_size",), "a whole number of at least 1", lambda v: v >= 1)
         require(self, ("seed",), "a whole number of at least 0", lambda v: v >= 0)
         if self.model is None:
-            raise UsageError("--model is missing: a sentence-transformers folder or hub name")
+            raise UserError("--model is missing: a sentence-transformers folder or hub name")
         if self.model.startswith((".", "/", "~")) and not Path(self.model).expanduser().is_dir():
-            raise UsageError(f"--model {one_line(self.model)}: no such folder")
+            raise UserError(f"--model {printable(self.model)}: no such folder")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 CORPUS, QUERIES, QRELS = "corpus.jsonl", "queries.jsonl", "qrels"
 SHOWN = 3  # examples that a message names
@@ -71,7 +71,7 @@ class TextCollection:
 
 
 def open_beir(folder: str | Path, split: str) -> TextCollection:
-    """Read a BEIR folder's ``split``. Errors: UsageError, one line, naming the file, the line and the id."""
+    """Read a BEIR folder's ``split``. Errors: UserError, one line, naming the file, the line and the id."""
     root = Path(folder)
     require_beir(root, split)
     documents = _texts(root / CORPUS, "document")
@@ -106,15 +106,15 @@ def open_beir(folder: str | Path, split: str) -> TextCollection:
 
 
 def require_beir(root: Path, split: str) -> None:
-    """Look for the files and read none. Errors: UsageError naming what is there."""
+    """Look for the files and read none. Errors: UserError naming what is there."""
     if not root.is_dir():
-        raise UsageError(f"{one_line(root)}: no such folder; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
+        raise UserError(f"{printable(root)}: no such folder; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
     for name in (CORPUS, QUERIES):
         if not (root / name).is_file():
-            raise UsageError(f"{one_line(root)}: no {name} in it; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
+            raise UserError(f"{printable(root)}: no {name} in it; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
     if not (root / QRELS / f"{split}.tsv").is_file():
         there = ", ".join(sorted(p.stem for p in (root / QRELS).glob("*.tsv"))) or "none"
-        raise UsageError(f"{one_line(root)}: no split {one_line(split, 60)!r}; splits in {QRELS}/: {one_line(there)}")
+        raise UserError(f"{printable(root)}: no split {printable(split, 60)!r}; splits in {QRELS}/: {printable(there)}")
 
 
 def joined(title: str, text: str) -> str:
@@ -128,7 +128,7 @@ def joined(title: str, text: str) -> str:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, line) of a text file, without empty lines; numbers count from 1. Lines end in LF or CRLF alone: other
-    breaks belong to texts. Errors: UsageError for a file that cannot be read as UTF-8, with the line."""
+    breaks belong to texts. Errors: UserError for a file that cannot be read as UTF-8, with the line."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -137,30 +137,30 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip(" "):
                     yield number, line
     except UnicodeDecodeError as error:
-        raise UsageError(f"{one_line(path)}: line {number}: not UTF-8: {error.reason}") from None
+        raise UserError(f"{printable(path)}: line {number}: not UTF-8: {error.reason}") from None
     except OSError as error:
-        raise UsageError(f"{one_line(path)}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{printable(path)}: cannot be read: {error.strerror}") from None
 
 
 def check_text(text: str, what: str) -> None:
-    """Errors: UsageError for a text that no tokenizer takes and no file can hold."""
+    """Errors: UserError for a text that no tokenizer takes and no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(
+        raise UserError(
             f"{what} holds half of a surrogate pair, {text[error.start]!a}, which is no character"
         ) from None
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of a JSON-lines file. Errors: UsageError naming the line."""
+    """(line number, object) of a JSON-lines file. Errors: UserError naming the line."""
     for number, line in read_lines(path):
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{one_line(path)}: line {number}: not JSON: {one_line(error, 120)}") from None
+            raise UserError(f"{printable(path)}: line {number}: not JSON: {printable(error, 120)}") from None
         if not isinstance(found, dict):
-            raise UsageError(f"{one_line(path)}: line {number}: an object was expected, got {one_line(line, 60)}")
+            raise UserError(f"{printable(path)}: line {number}: an object was expected, got {printable(line, 60)}")
         yield number, found
 
 
@@ -169,25 +169,25 @@ def _texts(path: Path, kind: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     first: dict[str, int] = {}
     for number, entry in read_objects(path):
-        where = f"{one_line(path)}: line {number}"
+        where = f"{printable(path)}: line {number}"
         name = entry.get("_id")
         if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
-            raise UsageError(f"{where}: a {kind} has an _id, got {one_line(json.dumps(name), 60)}")
+            raise UserError(f"{where}: a {kind} has an _id, got {printable(json.dumps(name), 60)}")
         name = str(name)
         check_text(name, f"{where}: the _id of a {kind}")
         if name in found:
-            raise UsageError(f"{where}: {kind} id {one_line(name, 60)!r} is that of line {first[name]}, too")
+            raise UserError(f"{where}: {kind} id {printable(name, 60)!r} is that of line {first[name]}, too")
         for key in ("text", "title"):
             value = entry.get(key, None if key == "text" else "")
             if value is None and key == "title":
                 value = entry[key] = ""
             if not isinstance(value, str):
-                raise UsageError(f"{where}: {key} of {kind} {one_line(name, 60)!r} is a text, got "
-                                 f"{one_line(json.dumps(value), 60)}")  # fmt: skip
-            check_text(value, f"{where}: {key} of {kind} {one_line(name, 60)!r}")
+                raise UserError(f"{where}: {key} of {kind} {printable(name, 60)!r} is a text, got "
+                                 f"{printable(json.dumps(value), 60)}")  # fmt: skip
+            check_text(value, f"{where}: {key} of {kind} {printable(name, 60)!r}")
         found[name], first[name] = entry, number
     if not found:
-        raise UsageError(f"{one_line(path)}: no {kind} in it")
+        raise UserError(f"{printable(path)}: no {kind} in it")
     return found
 
 
@@ -197,22 +197,22 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
     seen: dict[tuple[str, str], int] = {}
     unknown: dict[str, list[str]] = {"query": [], "document": []}
     for number, line in read_lines(path):
-        where = f"{one_line(path)}: line {number}"
+        where = f"{printable(path)}: line {number}"
         cells = line.split("\t")
         if number == 1 and _is_header(cells, queries):
             continue
         if len(cells) != 3:
-            raise UsageError(f"{where}: query id, document id and score with tabs between were expected, got "
-                             f"{len(cells)} column{'s' * (len(cells) != 1)}: {one_line(line, 80)}")  # fmt: skip
+            raise UserError(f"{where}: query id, document id and score with tabs between were expected, got "
+                             f"{len(cells)} column{'s' * (len(cells) != 1)}: {printable(line, 80)}")  # fmt: skip
         query, document, text = cells
         try:
             score = float(text)
         except ValueError:
             score = np.nan
         if not np.isfinite(score):
-            raise UsageError(f"{where}: the score is a number, got {one_line(text, 60)!r}")
+            raise UserError(f"{where}: the score is a number, got {printable(text, 60)!r}")
         if (query, document) in seen:
-            raise UsageError(f"{where}: query {one_line(query, 60)!r} and document {one_line(document, 60)!r} were "
+            raise UserError(f"{where}: query {printable(query, 60)!r} and document {printable(document, 60)!r} were "
                              f"judged in line {seen[query, document]} already")  # fmt: skip
         seen[query, document] = number
         if query not in queries:
@@ -225,12 +225,12 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
                 found[row_of[document]] = score
     for kind, names in unknown.items():
         if names := list(dict.fromkeys(names)):
-            told = ", ".join(repr(one_line(n, 60)) for n in names[:SHOWN]) + ", …" * (len(names) > SHOWN)
+            told = ", ".join(repr(printable(n, 60)) for n in names[:SHOWN]) + ", …" * (len(names) > SHOWN)
             other = QUERIES if kind == "query" else CORPUS
-            raise UsageError(f"{one_line(path)}: {len(names)} {kind} id{'s' * (len(names) > 1)} not in {other}: {told}")
+            raise UserError(f"{printable(path)}: {len(names)} {kind} id{'s' * (len(names) > 1)} not in {other}: {told}")
     asked = {q: found for q, found in judged.items() if found}
     if not asked:
-        raise UsageError(f"{one_line(path)}: no query with a relevant document (a score above 0) in it")
+        raise UserError(f"{printable(path)}: no query with a relevant document (a score above 0) in it")
     return asked, len(judged) - len(asked)
 
 
@@ -247,24 +247,24 @@ def _excluded(query: dict[str, Any], path: Path, name: str) -> list[str]:
     """BRIGHT writes ["N/A"] where there is none."""
     ids = query.get("excluded_ids") or []
     if not isinstance(ids, list) or not all(isinstance(d, str | int) for d in ids):
-        raise UsageError(f"{one_line(path)}: excluded_ids of query {one_line(name, 60)!r} is not a list of ids")
+        raise UserError(f"{printable(path)}: excluded_ids of query {printable(name, 60)!r} is not a list of ids")
     return [] if ids == ["N/A"] else [str(d) for d in ids]
 
 
 def _require_findable(collection: TextCollection) -> None:
-    """Errors: UsageError for a relevant document that its query excludes: no ranking could have it."""
+    """Errors: UserError for a relevant document that its query excludes: no ranking could have it."""
     for q, d in collection.pairs.tolist():
         if d in collection.excluded.get(q, ()):
-            query, document = one_line(collection.query_ids[q], 60), one_line(collection.document_ids[d], 60)
-            raise UsageError(
-                f"{one_line(collection.path)}: query {query!r} excludes document {document!r}, which is judged relevant"
+            query, document = printable(collection.query_ids[q], 60), printable(collection.document_ids[d], 60)
+            raise UserError(
+                f"{printable(collection.path)}: query {query!r} excludes document {document!r}, which is judged relevant"
             )
 
 
 def _answers(query: dict[str, Any], path: Path, name: str) -> list[str]:
     answers = query.get("answers", [])
     if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
-        raise UsageError(f"{one_line(path)}: answers of query {one_line(name, 60)!r} is not a list of texts")
+        raise UserError(f"{printable(path)}: answers of query {printable(name, 60)!r} is not a list of texts")
     return answers
 
 
@@ -272,7 +272,7 @@ def _notes(collection: TextCollection, unasked: int, unknown: int) -> list[str]:
     notes = []
     empty = collection.empty
     if len(empty):
-        names = ", ".join(one_line(collection.document_ids[row], 60) for row in empty[:SHOWN])
+        names = ", ".join(printable(collection.document_ids[row], 60) for row in empty[:SHOWN])
         judged = len(np.intersect1d(empty, collection.pairs[:, 1]))
         notes.append(f"{len(empty)} empty document{'s' * (len(empty) > 1)} ({names}{', …' * (len(empty) > SHOWN)}) "
                      f"indexed, {judged} of them judged relevant")  # fmt: skip

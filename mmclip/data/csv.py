@@ -10,7 +10,7 @@ from pathlib import Path
 from mmclip.config.files import nearest
 from mmclip.data.image_text import BadSample, ImageTextData, picture_size
 from mmclip.data.tarindex import MAX_CAPTION_BYTES
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 
 # Read as one more row; a quote that is never closed swallows it. No file has this text by chance.
 _END = "\x02end\x03"
@@ -21,7 +21,7 @@ def index_csv(path: Path, img_key: str, caption_key: str, separator: str) -> Ima
 
     A path is looked for from the current folder, as open_clip does, then beside the CSV. Rows without path or caption,
     with more fields than the header, of undecodable text, or of a picture that is not there are in ``skipped``.
-    Errors: UsageError for a file that cannot be read, a missing column, a quote never closed.
+    Errors: UserError for a file that cannot be read, a missing column, a quote never closed.
     """
     data = ImageTextData(str(path), "csv", [], [], [])
     row_of: dict[str, int] = {}
@@ -75,10 +75,10 @@ def _place(path: Path, key: str) -> tuple[Path, str | None]:
 def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, str, str, bool]]:
     """(line, path, caption, whether there are more fields than columns) of each row."""
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file")
     separator = "\t" if separator == "\\t" else separator  # as it is typed in a shell
     if len(separator) != 1 or separator in '"\r\n' + _END:
-        raise UsageError(f"--csv-separator {separator!r}: a single character is expected, no quote and no line break")
+        raise UserError(f"--csv-separator {separator!r}: a single character is expected, no quote and no line break")
     limit = csv.field_size_limit(2**31 - 1)  # the csv module's own: a long caption is a fault of its row only
     try:
         # Undecodable bytes become surrogates, which name their row; the mark of some editors' UTF-8 is dropped.
@@ -92,21 +92,21 @@ def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterato
                 if row == [_END] and next(reader, None) is None:
                     return
                 if any(_END in cell for cell in row):  # swallowed
-                    raise UsageError(f"{path}, line {before + 1} or later: a quote that is never closed")
+                    raise UserError(f"{path}, line {before + 1} or later: a quote that is never closed")
                 if row:
                     key, caption = (row[i].strip() if i < len(row) else "" for i in places)
                     yield reader.line_num, key, caption, len(row) > len(columns)
                 before = reader.line_num
     except (csv.Error, OSError, ValueError, TypeError) as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, UserError):
             raise
-        raise UsageError(f"{path}: not readable as CSV: {reason(error)}") from None
+        raise UserError(f"{path}: not readable as CSV: {reason(error)}") from None
     finally:
         csv.field_size_limit(limit)
 
 
 def _check_columns(path: Path, columns: list[str], img_key: str, caption_key: str, separator: str) -> None:
-    shown = [one_line(c, 60) for c in columns]
+    shown = [printable(c, 60) for c in columns]
     for wanted, flag in ((img_key, "--csv-img-key"), (caption_key, "--csv-caption-key")):
         if wanted not in columns:
             other = (
@@ -115,10 +115,10 @@ def _check_columns(path: Path, columns: list[str], img_key: str, caption_key: st
                 else None
             )
             hint = f"; did you mean --csv-separator {other!r}?" if other else nearest(wanted, shown)
-            raise UsageError(
-                f"{path}: no column {one_line(wanted)!r} ({flag}){hint}; "
+            raise UserError(
+                f"{path}: no column {printable(wanted)!r} ({flag}){hint}; "
                 f"with --csv-separator {separator!r} its columns are: "
-                f"{one_line(', '.join(shown) or 'none, the file is empty', 160)}"
+                f"{printable(', '.join(shown) or 'none, the file is empty', 160)}"
             )
         if columns.count(wanted) > 1:
-            raise UsageError(f"{path}: {columns.count(wanted)} columns are called {one_line(wanted, 60)!r} ({flag})")
+            raise UserError(f"{path}: {columns.count(wanted)} columns are called {printable(wanted, 60)!r} ({flag})")

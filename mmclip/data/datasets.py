@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmclip.config.clip import TrainSettings
-from mmclip.config.encode import EncodeSettings
-from mmclip.config.evaluate import EvaluateSettings
+from mmclip.config.clip import TrainConfig
+from mmclip.config.encode import EncodeConfig
+from mmclip.config.evaluate import EvaluateConfig
 from mmclip.data.distractors import parse_distractors
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import builtin_folder, find_split, is_folder, open_data
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 DISTRACTORS = "distractors"  # a split whose pictures and captions match nothing
 
@@ -18,11 +18,11 @@ DISTRACTORS = "distractors"  # a split whose pictures and captions match nothing
 Named = dict[str, ImageTextData]  # sets of distractors, by the name that their pool gets
 
 
-def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData | None, Named]:
+def open_training(settings: TrainConfig) -> tuple[ImageTextData, ImageTextData | None, Named]:
     """(training data, evaluation data or None, the evaluation data's own distractors, if any).
 
     Without --val-data the evaluation data are another split (test, else val) of the training data's folder, where it
-    has one; with --val-holdout they are the last of the training images. Errors: UsageError.
+    has one; with --val-holdout they are the last of the training images. Errors: UserError.
     """
     data = _open(settings, settings.train_data, settings.train_split, "train")
     val: ImageTextData | None = None
@@ -41,72 +41,72 @@ def open_training(settings: TrainSettings) -> tuple[ImageTextData, ImageTextData
             distractors = _distractors(settings, settings.train_data)
     if val is None and (settings.zeroshot_data is not None or settings.measure_start):
         asked = "--measure-start" if settings.measure_start else "--zeroshot-data"
-        raise UsageError(
-            f"{asked}: its numbers are those of an evaluation, and {one_line(data.path)} has no evaluation split: give "
+        raise UserError(
+            f"{asked}: its numbers are those of an evaluation, and {printable(data.path)} has no evaluation split: give "
             "--val-data or --val-holdout"
         )
     return _trained_on(settings, data), val, distractors
 
 
-def _hold_out(settings: TrainSettings, data: ImageTextData, n: int) -> tuple[ImageTextData, ImageTextData]:
+def _hold_out(settings: TrainConfig, data: ImageTextData, n: int) -> tuple[ImageTextData, ImageTextData]:
     batch = settings.joint_batch(1)
     if len(data) - n < batch:
-        raise UsageError(
-            f"--val-holdout {n}: of the {len(data)} images of {one_line(data.path)} it leaves {max(len(data) - n, 0)} "
+        raise UserError(
+            f"--val-holdout {n}: of the {len(data)} images of {printable(data.path)} it leaves {max(len(data) - n, 0)} "
             f"to train on, less than a batch of {batch}"
         )
     return data.holdout(n)
 
 
-def _trained_on(settings: TrainSettings, data: ImageTextData) -> ImageTextData:
+def _trained_on(settings: TrainConfig, data: ImageTextData) -> ImageTextData:
     """What --train-num-samples, --train-fraction and --permute-pairs leave of the training data, and make of it."""
     if settings.train_num_samples is not None:
         if settings.train_num_samples > len(data):
-            raise UsageError(
-                f"--train-num-samples {settings.train_num_samples}: {one_line(data.path)} holds only {len(data)} images"
+            raise UserError(
+                f"--train-num-samples {settings.train_num_samples}: {printable(data.path)} holds only {len(data)} images"
             )
         data = data.subset(range(settings.train_num_samples))
     if settings.train_fraction is not None:
         n, batch = round(settings.train_fraction * len(data)), settings.joint_batch(1)
         if n < batch:
-            raise UsageError(
+            raise UserError(
                 f"--train-fraction {settings.train_fraction:g}: {n} of the {len(data)} images of "
-                f"{one_line(data.path)}, less than a batch of {batch}"
+                f"{printable(data.path)}, less than a batch of {batch}"
             )
         data = data.subset(range(n))
     if settings.permute_pairs:
         if len(data) < 2:
-            raise UsageError(f"--permute-pairs: {len(data)} image: there is no other one to take captions from")
+            raise UserError(f"--permute-pairs: {len(data)} image: there is no other one to take captions from")
         data = data.permute(settings.seed)
     return data
 
 
-def open_evaluation(settings: EncodeSettings) -> tuple[ImageTextData, Named]:
-    """(evaluation data, its own distractors and those of --distractors). Errors: UsageError."""
+def open_evaluation(settings: EncodeConfig) -> tuple[ImageTextData, Named]:
+    """(evaluation data, its own distractors and those of --distractors). Errors: UserError."""
     data = _open(settings, settings.data, settings.split, "eval")
     named = _distractors(settings, settings.data)
-    asked = settings.distractors if isinstance(settings, EvaluateSettings) else None
+    asked = settings.distractors if isinstance(settings, EvaluateConfig) else None
     for source in parse_distractors(asked or [])[1]:
         extra = _open(settings, source, None, "eval")
         if extra.fingerprint() == data.fingerprint():
-            raise UsageError(f"--distractors {one_line(source)}: the evaluation data themselves, which match something")
+            raise UserError(f"--distractors {printable(source)}: the evaluation data themselves, which match something")
         named[f"{Path(source).name}-{extra.split}".strip("-")] = extra
     return data, named
 
 
-def open_bank(settings: EncodeSettings, evaluated: ImageTextData) -> ImageTextData:
-    """The data of --bank. Errors: UsageError, also where they are the evaluation data themselves."""
+def open_bank(settings: EncodeConfig, evaluated: ImageTextData) -> ImageTextData:
+    """The data of --bank. Errors: UserError, also where they are the evaluation data themselves."""
     assert settings.bank is not None
     data = _open(settings, settings.bank, settings.bank_split, "train")
     if data.fingerprint() == evaluated.fingerprint():
-        raise UsageError(
-            f"--bank {one_line(settings.bank)}: the evaluation data themselves ({one_line(data.split, 60)}); take "
+        raise UserError(
+            f"--bank {printable(settings.bank)}: the evaluation data themselves ({printable(data.split, 60)}); take "
             "training data, or name it: --bank transductive"
         )
     return data
 
 
-def _open(settings: TrainSettings | EncodeSettings, source: str, split: str | None, purpose: str) -> ImageTextData:
+def _open(settings: TrainConfig | EncodeConfig, source: str, split: str | None, purpose: str) -> ImageTextData:
     return open_data(
         source,
         split,
@@ -118,7 +118,7 @@ def _open(settings: TrainSettings | EncodeSettings, source: str, split: str | No
     )
 
 
-def _distractors(settings: TrainSettings | EncodeSettings, source: str) -> Named:
+def _distractors(settings: TrainConfig | EncodeConfig, source: str) -> Named:
     root = builtin_folder(source) or Path(source)
     if not is_folder(root / DISTRACTORS):
         return {}

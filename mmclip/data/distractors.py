@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from torch import Tensor
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 KINDS = {
     "blank": "image",
@@ -76,7 +76,7 @@ def corrupt(kind: str, image: Image.Image, seed: int) -> Image.Image:
     """A distractor of ``kind`` made of ``image``: RGB, of the image's size; ``image`` itself stays as it is.
 
     Any mode is taken and read as RGB first (transparency is dropped). A picture of one pixel has no other order and
-    nothing to blur: it comes back as it is. Errors: UsageError for a kind that makes no pictures.
+    nothing to blur: it comes back as it is. Errors: UserError for a kind that makes no pictures.
     """
     _check(kind, "image")
     picture = image.convert("RGB")
@@ -112,7 +112,7 @@ def _shuffled(pixels: Array, rng: np.random.Generator) -> Array:
 class Corrupted:
     """``transform`` of a picture's distractor: what :meth:`mmclip.embeddings.encode.Runner.images` takes as transform.
 
-    It can be pickled where ``transform`` can. Errors: UsageError for a kind that makes no pictures.
+    It can be pickled where ``transform`` can. Errors: UserError for a kind that makes no pictures.
     """
 
     kind: str
@@ -133,7 +133,7 @@ def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]
     shuffled-words: each different caption once, as far as its words have an order that is nobody's caption; asked for
     more, they come again in yet another order. A caption of one word, or of equal words, is left out. Where there are
     fewer than ``n`` such orders, fewer are returned.
-    Errors: UsageError where they have none, and for a kind that makes no captions.
+    Errors: UserError where they have none, and for a kind that makes no captions.
 
     >>> captions("shuffled-words", ["red square", "square", "the the"], 1, seed=0)
     ['square red']
@@ -147,7 +147,7 @@ def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]
         if text is None and found:
             return found
         if text is None:
-            raise UsageError(f"{kind}: the words of {len(captions)} captions have no order that is no caption")
+            raise UserError(f"{kind}: the words of {len(captions)} captions have no order that is no caption")
         if _plain(text) not in taken:
             taken.add(_plain(text))
             found.append(text)
@@ -188,7 +188,7 @@ def parse_distractors(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
     A kind's name is that kind; a folder of this name is meant by ``./NAME``. A source is builtin:…, a path that exists,
     or what looks like a path or pattern (a separator, a wildcard, a brace, .tar, .csv, .tsv): whether it can be read is
-    found out by :func:`mmclip.data.shards.open_data`. Errors: UsageError for any other name.
+    found out by :func:`mmclip.data.shards.open_data`. Errors: UserError for any other name.
 
     >>> parse_distractors(["blank", "builtin:scenes", "shards/{0..3}.tar"])
     (['blank'], ['builtin:scenes', 'shards/{0..3}.tar'])
@@ -197,8 +197,8 @@ def parse_distractors(names: Sequence[str]) -> tuple[list[str], list[str]]:
     data = [name for name in names if name not in KINDS]
     for name in data:
         if not _is_source(name):
-            raise UsageError(
-                f"--distractors {one_line(name) or repr(name)}: no built-in kind and no data there; valid: "
+            raise UserError(
+                f"--distractors {printable(name) or repr(name)}: no built-in kind and no data there; valid: "
                 f"{', '.join(KINDS)}, or data as --data takes them"
             )
     return list(dict.fromkeys(kinds)), list(dict.fromkeys(data))
@@ -218,7 +218,7 @@ def _check(kind: str, side: str) -> None:
     valid = [name for name, its in KINDS.items() if its == side]
     if kind not in valid:
         word = "pictures" if side == "image" else "captions"
-        raise UsageError(f"{one_line(kind)} is no kind of distractor {word}; valid: {', '.join(valid)}")
+        raise UserError(f"{printable(kind)} is no kind of distractor {word}; valid: {', '.join(valid)}")
 
 
 def _plain(caption: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mmclip.errors import one_line, reason
+from mmclip.errors import printable, reason
 
 MAX_PIXELS = 100_000_000  # a larger picture is a fault, or an attack
 MAX_BYTES = 256_000_000  # the same, before anything is read
@@ -43,7 +43,7 @@ class BadSample(Exception):
         return f"{self.where}: {self.reason}"
 
     def __str__(self) -> str:
-        return named(self.key, f"{one_line(self.where, 160)}: {one_line(self.reason, 160)}", 80, 330)
+        return named(self.key, f"{printable(self.where, 160)}: {printable(self.reason, 160)}", 80, 330)
 
 
 def named(key: str, why: str, key_limit: int = 60, why_limit: int = 160) -> str:
@@ -54,7 +54,7 @@ def named(key: str, why: str, key_limit: int = 60, why_limit: int = 160) -> str:
     ('0007 in train/0.tar: an empty picture', 'photos/dog.png: an empty picture')
     """
     again = f"/{key}: " in f"/{why}"
-    return one_line(why, why_limit) if again else f"{one_line(key, key_limit)} in {one_line(why, why_limit)}"
+    return printable(why, why_limit) if again else f"{printable(key, key_limit)} in {printable(why, why_limit)}"
 
 
 @dataclass(frozen=True)

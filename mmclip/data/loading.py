@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmclip.data.image_text import BadSample, ImageTextData
 from mmclip.data.reading import Blank, Tokenize, Transform, leave_interrupts, read_all, read_images
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 PARTS = 2  # of a batch for each reader: a slow picture holds up the others less
 MIN_PART = 8  # rows, below which handing over costs more than it spreads
@@ -71,10 +71,10 @@ def steps_per_epoch(
     accum_freq: int = 1,
     loss_batch_size: int | None = None,
 ) -> int:
-    """Steps of an epoch. Errors: UsageError where a step's batch is larger than the data, or has no pair for a rank."""
+    """Steps of an epoch. Errors: UserError where a step's batch is larger than the data, or has no pair for a rank."""
     joint = loss_batch_size or batch_size * accum_freq * world_size
     if joint < world_size:
-        raise UsageError(f"--loss-batch-size {joint}: fewer pairs than the {world_size} processes")
+        raise UserError(f"--loss-batch-size {joint}: fewer pairs than the {world_size} processes")
     full, rest = divmod(len(data), joint)
     # A partial global batch with fewer samples than ranks would leave a rank without any; a single pair has no rival.
     steps = full + (not drop_last and rest >= max(world_size, 2))
@@ -83,8 +83,8 @@ def steps_per_epoch(
         asked = f"--batch-size {batch_size}{accumulated} x {world_size} processes"
         if loss_batch_size is not None:
             asked = f"--loss-batch-size {loss_batch_size}"
-        raise UsageError(
-            f"{asked} is more than the {len(data)} images of {one_line(data.path)}: choose a smaller one, or keep the "
+        raise UserError(
+            f"{asked} is more than the {len(data)} images of {printable(data.path)}: choose a smaller one, or keep the "
             "partial batch with --keep-last"
         )
     return steps
@@ -98,7 +98,7 @@ class TrainBatches:
     the last, partial global batch. ``shorten`` takes from a batch's token ids the padding that none of its texts needs.
     ``pin``: batches lie in pinned memory, for a CUDA device. ``least``: pictures may be decoded smaller
     (``read_image``).
-    ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UsageError for a
+    ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UserError for a
     batch larger than the data.
     """
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mmclip.data.image_text import BadSample, ImageTextData
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 T = TypeVar("T")
 Transform = Callable[[Any], Tensor]
 Tokenize = Callable[[list[str]], Tensor]
 
 
-class ReaderDied(UsageError):
+class ReaderDied(UserError):
     """A reading process was ended from outside, by the system where memory is short."""
 
 
@@ -44,7 +44,7 @@ def read_all(loader: DataLoader[T]) -> Iterator[T]:
             raise
         raise ReaderDied(
             f"a reading process was ended from outside (out of memory?), "
-            f"{one_line(error, 120) or type(error).__name__}: try fewer --workers"
+            f"{printable(error, 120) or type(error).__name__}: try fewer --workers"
         ) from None
 
 

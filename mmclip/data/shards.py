@@ -19,7 +19,7 @@ from braceexpand import braceexpand
 from mmclip.data.csv import index_csv
 from mmclip.data.image_text import BadSample, CaptionTruth, ImageTextData, ImageTruth
 from mmclip.data.tarindex import Sample, index_shard
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 _HOLDOUT = re.compile(r"(.*)\[holdout (\d{1,18})\]")  # as ImageTextData.holdout names it
 MAX_SHARDS = 1_000_000  # more is a slip in a pattern
@@ -38,7 +38,7 @@ def open_data(
     caption_key: str = "title",
     separator: str = "\t",
 ) -> ImageTextData:
-    """Open training ("train") or evaluation ("eval") data. Errors: UsageError, one line, for every fault of the whole;
+    """Open training ("train") or evaluation ("eval") data. Errors: UserError, one line, for every fault of the whole;
     faults of single samples are in ``skipped``.
 
     A split may be the images that a run held out, as it names them: ``train[holdout 1000]``, the last 1,000 of train.
@@ -46,14 +46,14 @@ def open_data(
     if held := _HOLDOUT.fullmatch(split or ""):
         whole = open_data(source, held[1] or None, purpose, dataset_type, img_key, caption_key, separator)
         if not 0 < int(held[2]) <= len(whole):
-            raise UsageError(f"{one_line(source)} [{one_line(split, 60)}]: of {len(whole)} images")
+            raise UserError(f"{printable(source)} [{printable(split, 60)}]: of {len(whole)} images")
         return whole.holdout(int(held[2]))[1]
     if not source.strip():
-        raise UsageError(f"{source!r}: no data named; valid: {FORMS}")
+        raise UserError(f"{source!r}: no data named; valid: {FORMS}")
     path = builtin_folder(source) or Path(source)
     if "://" in source or source.startswith("pipe:"):
-        raise UsageError(
-            f"{one_line(source)}: remote data are not read; copy the shards to a local folder. Valid: {FORMS}"
+        raise UserError(
+            f"{printable(source)}: remote data are not read; copy the shards to a local folder. Valid: {FORMS}"
         )
     if dataset_type == "csv" or (dataset_type == "auto" and path.suffix.lower() in (".csv", ".tsv")):
         return _finish(index_csv(path, img_key, caption_key, separator), str(path))
@@ -62,7 +62,7 @@ def open_data(
         if folder is None:
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
             wanted = split or ("train" if purpose == "train" else "test or val")
-            raise UsageError(f"{path}: no split {one_line(wanted)} with shards in it; there: {one_line(there)}")
+            raise UserError(f"{path}: no split {printable(wanted)} with shards in it; there: {printable(there)}")
         return _open_shards(shards_of(folder), str(path), folder.name, folder / "truth.jsonl")
     return _open_shards(_expanded(source), source, split or "shards", None)
 
@@ -75,24 +75,24 @@ def is_folder(path: Path) -> bool:
 
 
 def _expanded(source: str) -> list[Path]:
-    """The shards of a pattern: '::' between patterns, braces, and wildcards where they match. Errors: UsageError."""
+    """The shards of a pattern: '::' between patterns, braces, and wildcards where they match. Errors: UserError."""
     shards: list[Path] = []
     try:
         for part in source.split("::"):
             if _count(part) > MAX_SHARDS:
-                raise UsageError(f"{one_line(part)}: a pattern of more than {MAX_SHARDS:,} shards")
+                raise UserError(f"{printable(part)}: a pattern of more than {MAX_SHARDS:,} shards")
             for name in braceexpand(part):
                 wild = glob.has_magic(name) and not Path(name).exists()
                 found = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
                 shards += _in_order([Path(p) for p in found]) or [Path(name)]
     except OSError as error:
-        raise UsageError(f"{one_line(source)}: {one_line(error.strerror or error)}; valid: {FORMS}") from None
+        raise UserError(f"{printable(source)}: {printable(error.strerror or error)}; valid: {FORMS}") from None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, UserError):
             raise
-        raise UsageError(f"{one_line(source)}: not a shard pattern: {one_line(error, 60)}; valid: {FORMS}") from None
+        raise UserError(f"{printable(source)}: not a shard pattern: {printable(error, 60)}; valid: {FORMS}") from None
     if not any(s.suffix == ".tar" for s in shards):
-        raise UsageError(f"{one_line(source)}: no such data; valid: {FORMS}")
+        raise UserError(f"{printable(source)}: no such data; valid: {FORMS}")
     return shards
 
 
@@ -139,7 +139,7 @@ def _has_shards(folder: Path) -> bool:
 def builtin_folder(source: str) -> Path | None:
     """The folder of built-in data, drawn first where it is not there yet; None for any other source.
 
-    Errors: UsageError for a name that is no built-in data.
+    Errors: UserError for a name that is no built-in data.
     """
     if not source.startswith("builtin:"):
         return None
@@ -148,10 +148,10 @@ def builtin_folder(source: str) -> Path | None:
 
     variant = source.removeprefix("builtin:")
     if variant == CLASSES:
-        raise UsageError(f"{source}: pictures of classes, without captions: they are for --zeroshot-data")
+        raise UserError(f"{source}: pictures of classes, without captions: they are for --zeroshot-data")
     if variant not in VARIANTS:
-        raise UsageError(
-            f"{one_line(source)}: unknown built-in data; valid: " + ", ".join(f"builtin:{v}" for v in VARIANTS)
+        raise UserError(
+            f"{printable(source)}: unknown built-in data; valid: " + ", ".join(f"builtin:{v}" for v in VARIANTS)
         )
     return build_scenes(builtin_root(), variant)
 
@@ -162,22 +162,22 @@ def builtin_root() -> Path:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """All shards of a split folder. Errors: UsageError where nshards.txt, if it is there, does not agree with them."""
+    """All shards of a split folder. Errors: UserError where nshards.txt, if it is there, does not agree with them."""
     there = _in_order(folder.glob("*.tar"))
     count_file = folder / "nshards.txt"
     if not count_file.is_file():
         return there
     text = count_file.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(r"[0-9]{1,18}", text) or not 0 < int(text) <= MAX_SHARDS:
-        raise UsageError(
-            f"{count_file}: a number of shards, 1 to {MAX_SHARDS:,}, is expected, got {one_line(text, 60)!r}; "
+        raise UserError(
+            f"{count_file}: a number of shards, 1 to {MAX_SHARDS:,}, is expected, got {printable(text, 60)!r}; "
             f"shards there: {len(there)}"
         )
     expected = [folder / f"{i}.tar" for i in range(int(text))]
     missing = [p.name for p in expected if p not in set(there)]
     extra = [p.name for p in there if p not in set(expected)]
     if missing or extra:
-        raise UsageError(
+        raise UserError(
             f"{count_file} says {text} shards (0.tar to {int(text) - 1}.tar); missing: "
             f"{', '.join(missing[:3]) or 'none'}; not counted: {', '.join(extra[:3]) or 'none'}"
         )
@@ -188,16 +188,16 @@ def _open_shards(shards: list[Path], path: str, split: str, truth_file: Path | N
     try:
         missing = [str(s) for s in shards if not s.is_file()]
     except OSError as error:
-        raise UsageError(f"{one_line(path)}: {one_line(error.strerror or error)}") from None
+        raise UserError(f"{printable(path)}: {printable(error.strerror or error)}") from None
     if missing:
-        raise UsageError(f"{one_line(path)}: missing shard {one_line(missing[0])} ({len(missing)} of {len(shards)})")
+        raise UserError(f"{printable(path)}: missing shard {printable(missing[0])} ({len(missing)} of {len(shards)})")
     data = ImageTextData(path, split, [], [], [])
     seen: set[str] = set()
     for shard in shards:
         samples = index_shard(shard)
         pictures = [s for s in samples if s.image is not None]
         if pictures and all(s.text is None and s.fault is None for s in pictures):
-            raise UsageError(f"{shard}: no captions: none of its {len(pictures)} pictures has a KEY.txt")
+            raise UserError(f"{shard}: no captions: none of its {len(pictures)} pictures has a KEY.txt")
         for sample in samples:
             _take(data, sample, seen)
     _finish(data, path)
@@ -240,12 +240,12 @@ def _captions(text: bytes | None) -> tuple[list[str], str | None]:
 def _finish(data: ImageTextData, path: str) -> ImageTextData:
     if not data.keys:
         first = f"; first of {len(data.skipped)} skipped: {data.skipped[0]}" if data.skipped else ""
-        raise UsageError(f"{one_line(path)} [{data.split}]: empty: no picture with a caption{first}")
+        raise UserError(f"{printable(path)} [{data.split}]: empty: no picture with a caption{first}")
     return data
 
 
 def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
-    """truth.jsonl, one line an image; lines of skipped images are passed over. Errors: UsageError naming the line."""
+    """truth.jsonl, one line an image; lines of skipped images are passed over. Errors: UserError naming the line."""
     by_key: dict[str, ImageTruth] = {}
     line_of: dict[str, int] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -256,17 +256,17 @@ def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
             if key in by_key:
                 raise ValueError(f"{key!r} has a line already, line {line_of[key]}")
         except KeyError as error:
-            raise UsageError(f"{path}, line {number}: not a truth of an image: no {error}") from None
+            raise UserError(f"{path}, line {number}: not a truth of an image: no {error}") from None
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UsageError(f"{path}, line {number}: not a truth of an image: {one_line(error)}") from None
+            raise UserError(f"{path}, line {number}: not a truth of an image: {printable(error)}") from None
         by_key[key], line_of[key] = truth, number
     for key, truth in by_key.items():
         for unknown in (k for c in truth.captions for k in c.relevant or () if k not in by_key):
-            raise UsageError(f"{path}, line {line_of[key]}: relevant names {one_line(unknown, 80)}, which has no line")
+            raise UserError(f"{path}, line {line_of[key]}: relevant names {printable(unknown, 80)}, which has no line")
     for key, own in zip(data.keys, data.captions, strict=True):
         if key not in by_key or len(by_key[key].captions) != len(own):
-            raise UsageError(
-                f"{path}: not aligned with the shards: {one_line(key)} has {len(own)} captions, "
+            raise UserError(
+                f"{path}: not aligned with the shards: {printable(key)} has {len(own)} captions, "
                 f"{len(by_key[key].captions) if key in by_key else 'no line'} there"
             )
     return [by_key[key] for key in data.keys]

@@ -7,7 +7,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_CAPTION_BYTES = 1_000_000  # a larger text file is a fault, not a caption
@@ -50,7 +50,7 @@ def index_shard(path: Path, text: str = "txt") -> list[Sample]:
 
     A member's key is its path up to the first dot of its name, as webdataset has it. A link, a device, a sparse file,
     an absolute path or '..' is a fault of its sample. Of a key's second picture or caption file the
-    first is kept, and one more Sample without either names the other. Errors: UsageError for a file that is no tar,
+    first is kept, and one more Sample without either names the other. Errors: UserError for a file that is no tar,
     that stops before its end, or that goes on behind it.
     """
     samples: dict[str, Sample] = {}
@@ -63,7 +63,7 @@ def index_shard(path: Path, text: str = "txt") -> list[Sample]:
                 tar.members.clear()  # type: ignore[attr-defined]  # ours are in ``samples``; a shard may have a million
                 if member.size < 0 or member.offset <= at:
                     # tarfile would step back by a negative size, and read the same members for ever
-                    raise UsageError(f"{path}: damaged: its member {one_line(member.name, 80)} has a negative size")
+                    raise UserError(f"{path}: damaged: its member {printable(member.name, 80)} has a negative size")
                 at = member.offset
                 # of a sparse file only the parts that are no holes are there
                 stored = (
@@ -71,16 +71,16 @@ def index_shard(path: Path, text: str = "txt") -> list[Sample]:
                 )
                 end = max(end, stored)
                 if end > size:
-                    raise UsageError(
-                        f"{path}: truncated: its member {one_line(member.name, 80)} ends at byte {end:,} "
+                    raise UserError(
+                        f"{path}: truncated: its member {printable(member.name, 80)} ends at byte {end:,} "
                         f"of a file of {size:,}"
                     )
                 if not member.isdir():
                     _add_member(samples, repeated, tar, member, str(path), text)
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, UserError):
             raise
-        raise UsageError(f"{path}: not a readable tar, or a truncated one: {reason(error)}{_packed(path)}") from None
+        raise UserError(f"{path}: not a readable tar, or a truncated one: {reason(error)}{_packed(path)}") from None
     # tarfile takes a file that stops between members for complete; a whole one ends in zero blocks.
     rest = -(-end // _BLOCK) * _BLOCK
     with path.open("rb") as file:
@@ -88,9 +88,9 @@ def index_shard(path: Path, text: str = "txt") -> list[Sample]:
         tail = file.read(2 * _BLOCK)
         behind = file.read(_PADDING)
     if len(tail) < 2 * _BLOCK or any(tail):
-        raise UsageError(f"{path}: truncated or damaged: no end-of-archive blocks at byte {rest:,} of {size:,}")
+        raise UserError(f"{path}: truncated or damaged: no end-of-archive blocks at byte {rest:,} of {size:,}")
     if any(behind):
-        raise UsageError(
+        raise UserError(
             f"{path}: goes on behind its end-of-archive blocks at byte {rest:,} of {size:,}: tars joined by cat? "
             "Their later members would be lost; list them as shards of their own"
         )
@@ -132,9 +132,9 @@ def _add_member(
     elif not member.name.isascii() and any("\ud800" <= c <= "\udfff" for c in member.name):
         sample.fault = "a name that is not UTF-8"
     elif name.is_absolute() or ".." in name.parts:
-        sample.fault = f"its member {one_line(member.name, 80)} leaves the archive's folder"
+        sample.fault = f"its member {printable(member.name, 80)} leaves the archive's folder"
     elif not member.isreg() or member.issparse():
-        sample.fault = f"its member {one_line(member.name, 80)} is a link, a device or a sparse file, not a plain one"
+        sample.fault = f"its member {printable(member.name, 80)} is a link, a device or a sparse file, not a plain one"
     elif suffix == text:
         if member.size > MAX_CAPTION_BYTES:
             sample.fault = f"a {told} of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"

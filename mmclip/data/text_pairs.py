@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip.data.beir import TextCollection, check_text, open_beir, read_lines, read_objects
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 WATCHED_DOCUMENTS = 2000
 _NEGATIVE = re.compile(r"negative(?:_(\d{1,4}))?")
@@ -86,7 +86,7 @@ class TrainingPairs:
     def take_fraction(self, fraction: float, seed: int) -> TrainingPairs:
         """All pairs of a random share of the queries, one at least; a smaller share's are among a larger one's."""
         if not 0 < fraction <= 1:
-            raise UsageError(f"--train-fraction {fraction:g}: expected a number above 0 and at most 1")
+            raise UserError(f"--train-fraction {fraction:g}: expected a number above 0 and at most 1")
         ids = np.unique(self.query_ids)
         kept = np.random.default_rng(seed).permutation(ids)[: math.ceil(fraction * len(ids))]
         return self.subset(np.flatnonzero(np.isin(self.query_ids, kept)))
@@ -107,7 +107,7 @@ class _Numbers:
 
 
 def open_pairs(path: str | Path, split: str = "train") -> TrainingPairs:
-    """A BEIR folder's ``split``, a pair for each judgment above 0, or a file of triples. Errors: UsageError."""
+    """A BEIR folder's ``split``, a pair for each judgment above 0, or a file of triples. Errors: UserError."""
     return _read(Path(path), split)[0]
 
 
@@ -117,7 +117,7 @@ def hold_out(
     """(the pairs to train on, a small collection to watch meanwhile; None where ``n_queries`` is 0).
 
     ``n_queries`` random queries leave with all their pairs. They are asked of their relevant documents and random
-    others, ``documents`` in all: of the corpus, or of the positives of triples. Errors: UsageError where half of the
+    others, ``documents`` in all: of the corpus, or of the positives of triples. Errors: UserError where half of the
     queries or more are asked for.
     """
     pairs, collection = _read(Path(folder), split)
@@ -126,8 +126,8 @@ def hold_out(
     collection = _collection(pairs) if collection is None else collection
     total = len(collection.queries)
     if 2 * n_queries >= total:
-        raise UsageError(
-            f"--watch-queries {n_queries}: {one_line(folder)} has {total} training quer{'y' if total == 1 else 'ies'}, "
+        raise UserError(
+            f"--watch-queries {n_queries}: {printable(folder)} has {total} training quer{'y' if total == 1 else 'ies'}, "
             "and fewer than half of them can be held out; 0 holds out none"
         )
     rng = np.random.default_rng(seed)
@@ -135,7 +135,7 @@ def hold_out(
     asked = {collection.queries[row] for row in rows}
     rest = pairs.subset([row for row, query in enumerate(pairs.queries) if query not in asked])
     if not len(rest):
-        raise UsageError(f"{one_line(folder)}: no pair is left to train on beside {n_queries} held-out queries")
+        raise UserError(f"{printable(folder)}: no pair is left to train on beside {n_queries} held-out queries")
     return rest, _sample(collection, rows, documents, rng)
 
 
@@ -146,7 +146,7 @@ def _read(path: Path, split: str) -> tuple[TrainingPairs, TextCollection | None]
     rows = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
     if rows is None or not path.is_file():
         why = "no such file or folder" if not path.exists() else "what is in it cannot be told from its name"
-        raise UsageError(f"{one_line(path)}: {why}: a BEIR folder, a .tsv or a .jsonl of triples is expected")
+        raise UserError(f"{printable(path)}: {why}: a BEIR folder, a .tsv or a .jsonl of triples is expected")
     return _triples(path, rows(path)), None
 
 
@@ -161,7 +161,7 @@ def _judged_pairs(collection: TextCollection) -> TrainingPairs:
         notes.append(f"{left} judgment{'s' * (left > 1)} of an empty document or query left out of training")
     ids = ids[worded]
     if not len(ids):
-        raise UsageError(f"{one_line(collection.path)}: every judgment above 0 is of an empty document or query")
+        raise UserError(f"{printable(collection.path)}: every judgment above 0 is of an empty document or query")
     return TrainingPairs(
         collection.path,
         [query.texts[q] for q, _ in ids],
@@ -180,20 +180,20 @@ def _triples(path: Path, rows: Iterator[tuple[int, list[str]]]) -> TrainingPairs
     query_ids: list[int] = []
     document_ids: list[list[int]] = []
     for number, (asked, *texts) in rows:
-        where = f"{one_line(path)}: line {number}"
+        where = f"{printable(path)}: line {number}"
         for name, text in zip(_names(len(texts)), (asked, *texts), strict=True):
             check_text(text, f"{where}: the {name}")
             if not text.strip():
-                raise UsageError(f"{where}: the {name} is empty")
+                raise UserError(f"{where}: the {name} is empty")
         if document_ids and len(texts) != len(document_ids[0]):
-            raise UsageError(
+            raise UserError(
                 f"{where}: {_negatives(len(texts) - 1)}, and {_negatives(len(document_ids[0]) - 1)} in the first: "
                 "every line must have equally many"
             )
         query_ids.append(query(asked))
         document_ids.append([document(text) for text in texts])
     if not query_ids:
-        raise UsageError(f"{one_line(path)}: no pair in it")
+        raise UserError(f"{printable(path)}: no pair in it")
     queries, documents = np.array(query_ids, dtype=np.int64), np.array(document_ids, dtype=np.int64)
     return TrainingPairs(
         str(path),
@@ -218,32 +218,32 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     for number, line in read_lines(path):
         cells = line.split("\t")
         if len(cells) < 2:
-            raise UsageError(
-                f"{one_line(path)}: line {number}: query, positive and any negatives with tabs between were expected, "
-                f"got 1 column: {one_line(line, 80)}"
+            raise UserError(
+                f"{printable(path)}: line {number}: query, positive and any negatives with tabs between were expected, "
+                f"got 1 column: {printable(line, 80)}"
             )
         if number == 1 and cells[0].lower() in ("query", "anchor") and cells[1].lower() == "positive":
-            raise UsageError(f"{one_line(path)}: line 1 names columns: triples in a .tsv have no header")
+            raise UserError(f"{printable(path)}: line 1 names columns: triples in a .tsv have no header")
         yield number, cells
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     for number, entry in read_objects(path):
-        where = f"{one_line(path)}: line {number}"
+        where = f"{printable(path)}: line {number}"
         asked = [name for name in ("query", "anchor") if name in entry]
         if len(asked) != 1 or "positive" not in entry:
-            raise UsageError(
+            raise UserError(
                 f"{where}: query (or anchor), positive and any negatives were expected, got the keys "
-                f"{one_line(', '.join(entry) or 'none', 80)}"
+                f"{printable(', '.join(entry) or 'none', 80)}"
             )
         single = sorted((int(m[1] or 0), name) for name in entry if (m := _NEGATIVE.fullmatch(name)))
         listed = entry.get("negatives", [])
         if not isinstance(listed, list) or (single and listed):
-            raise UsageError(f"{where}: negatives is a list of texts, and stands alone or not at all")
+            raise UserError(f"{where}: negatives is a list of texts, and stands alone or not at all")
         texts = [entry[asked[0]], entry["positive"], *(entry[name] for _, name in single), *listed]
         for name, text in zip(_names(len(texts) - 1), texts, strict=True):
             if not isinstance(text, str):
-                raise UsageError(f"{where}: the {name} is a text, got {one_line(repr(text), 60)}")
+                raise UserError(f"{where}: the {name} is a text, got {printable(repr(text), 60)}")
         yield number, texts
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 T = TypeVar("T")
 
@@ -26,29 +26,29 @@ def world() -> tuple[int, int]:
 def start(device: str) -> torch.device:
     """The device of this process; joins the process group where torchrun started several (NCCL on CUDA, else gloo).
 
-    device: "auto", "cpu", "cuda" or "cuda:N". Errors: UsageError for CUDA where there is none.
+    device: "auto", "cpu", "cuda" or "cuda:N". Errors: UserError for CUDA where there is none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: this machine has no usable CUDA device; valid here: cpu, auto")
+        raise UserError(f"--device {device}: this machine has no usable CUDA device; valid here: cpu, auto")
     if device == "cuda":
         device = f"cuda:{local_rank}"
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        raise UsageError(
-            f"--device {one_line(device)}: unknown; valid: auto, cpu, cuda, cuda:N, mps on a Mac"
+        raise UserError(
+            f"--device {printable(device)}: unknown; valid: auto, cpu, cuda, cuda:N, mps on a Mac"
         ) from None
     usable = {"cpu": True, "cuda": True, "mps": torch.backends.mps.is_available()}
     if not usable.get(chosen.type, False):
-        raise UsageError(
-            f"--device {one_line(device)}: not usable here; valid: auto, cpu, cuda, cuda:N, mps (on a Mac)"
+        raise UserError(
+            f"--device {printable(device)}: not usable here; valid: auto, cpu, cuda, cuda:N, mps (on a Mac)"
         )
     if chosen.type == "cuda":
         if chosen.index is not None and chosen.index >= torch.cuda.device_count():
-            raise UsageError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
+            raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
         torch.cuda.set_device(chosen)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         # Ranks wait while rank 0 validates, or fills a cache: longer than the backends' defaults.
@@ -75,7 +75,7 @@ def largest(numbers: list[int], device: torch.device) -> list[int]:
     return [int(n) for n in tensor]
 
 
-def settle(error: UsageError | None) -> None:
+def settle(error: UserError | None) -> None:
     """Let all processes leave where one of them cannot go on: it raises its error, the others leave with its exit code
     and without a word of their own."""
     failed = gather_objects(error is not None)
@@ -86,15 +86,15 @@ def settle(error: UsageError | None) -> None:
 
 
 def on_rank_0(check: Callable[[], None]) -> None:
-    """What one process decides for all. Errors: UsageError there, and the others leave with it."""
+    """What one process decides for all. Errors: UserError there, and the others leave with it."""
     error = None
     if world()[0] == 0:
         try:
             check()
-        except UsageError as raised:
+        except UserError as raised:
             error = raised
         except OSError as raised:  # a folder that cannot be made
-            error = UsageError(f"{one_line(raised.filename or '')}: {one_line(raised.strerror or raised)}")
+            error = UserError(f"{printable(raised.filename or '')}: {printable(raised.strerror or raised)}")
     settle(error)
 
 

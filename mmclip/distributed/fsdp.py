@@ -23,14 +23,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmclip import distributed
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models.towers import Towers
 
 
 def require_processes() -> None:
-    """Errors: UsageError where there is nobody to share with."""
+    """Errors: UserError where there is nobody to share with."""
     if distributed.world()[1] == 1:
-        raise UsageError("--fsdp shares a model out over processes, and this is one: start several by torchrun")
+        raise UserError("--fsdp shares a model out over processes, and this is one: start several by torchrun")
 
 
 def shard(towers: Towers, device: torch.device, precision: str) -> None:

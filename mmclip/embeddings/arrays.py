@@ -1,6 +1,6 @@
 """Arrays as somebody's script wrote them -> checked values: vectors, ids, relevance by row or by id, the meta object.
 
-Every error is a UsageError, one line that names the array (mmclip.embeddings.files says what each of them is).
+Every error is a UserError, one line that names the array (mmclip.embeddings.files says what each of them is).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.array_files import read_json_array
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.models.model_names import check_facts, shown
 from mmclip.similarity import CLIP_DIRECTIONS
 
@@ -36,14 +36,14 @@ def first_repeated(values: Sequence[str]) -> str | None:
 
 def read_floats(array: Array, name: str) -> Array:
     if array.dtype.kind != "f":
-        raise UsageError(f"{name} holds {array.dtype}: floats are expected (cast them, {name}.astype('float32'))")
+        raise UserError(f"{name} holds {array.dtype}: floats are expected (cast them, {name}.astype('float32'))")
     return array
 
 
 def read_vectors(array: Array, name: str) -> Tensor:
     """float64 stays, all else becomes float32."""
     if array.ndim != 2:
-        raise UsageError(f"{name} of shape {list(array.shape)}: a row for each embedding is expected, [n, D]")
+        raise UserError(f"{name} of shape {list(array.shape)}: a row for each embedding is expected, [n, D]")
     wide = read_floats(array, name).dtype.itemsize >= 8
     return torch.from_numpy(array.astype(np.float64 if wide else np.float32, copy=not array.flags.writeable))
 
@@ -53,7 +53,7 @@ def read_numbers(arrays: dict[str, Array], name: str, kinds: str, n: int) -> Arr
         return None
     array = arrays[name]
     if array.dtype.kind not in kinds or array.shape != (n,):
-        raise UsageError(f"{name} of shape {list(array.shape)}, {array.dtype}: {n} numbers are expected")
+        raise UserError(f"{name} of shape {list(array.shape)}, {array.dtype}: {n} numbers are expected")
     return array
 
 
@@ -62,15 +62,15 @@ def read_strings(array: Array, name: str, n: int) -> list[str]:
     if array.dtype == np.uint8:
         values = read_json_array(array, name)
         if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-            raise UsageError(f"{name} is the JSON of no list of strings")
+            raise UserError(f"{name} is the JSON of no list of strings")
     elif array.ndim == 1 and array.dtype.kind in "iu":
         values = [str(v) for v in array.tolist()]
     elif array.ndim == 1 and array.dtype.kind in "US":
         values = _decoded(array, name)
     else:
-        raise UsageError(f"{name} of shape {list(array.shape)}, {array.dtype}: {n} strings are expected, [{n}]")
+        raise UserError(f"{name} of shape {list(array.shape)}, {array.dtype}: {n} strings are expected, [{n}]")
     if len(values) != n:
-        raise UsageError(f"{name} has {len(values)} entries for {n} embeddings")
+        raise UserError(f"{name} has {len(values)} entries for {n} embeddings")
     return values
 
 
@@ -78,13 +78,13 @@ def _decoded(array: Array, name: str) -> list[str]:
     try:
         return [v.decode("utf-8") if isinstance(v, bytes) else v for v in array.tolist()]
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} holds bytes that are not UTF-8: {one_line(error, 100)}") from None
+        raise UserError(f"{name} holds bytes that are not UTF-8: {printable(error, 100)}") from None
 
 
 def read_pairs(array: Array, ids: dict[str, list[str]]) -> Array:
     """[P, 2] rows out of rows or ids."""
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iuUS":
-        raise UsageError(
+        raise UserError(
             f"pairs of shape {list(array.shape)}, {array.dtype}: (image, text) rows or ids are expected, [P, 2]"
         )
     if array.dtype.kind in "iu":
@@ -101,23 +101,23 @@ def read_rows(wanted: Sequence[str], ids: Sequence[str], name: str, side: str, e
         row_of[""] = -1
     unknown = [key for key in wanted if key not in row_of]
     if unknown:
-        first, count = one_line(unknown[0], 80), f"{len(unknown)} of {len(wanted)}"
+        first, count = printable(unknown[0], 80), f"{len(unknown)} of {len(wanted)}"
         if len(unknown) == len(wanted):
-            known = one_line(ids[0], 80) if ids else ""
-            raise UsageError(
+            known = printable(ids[0], 80) if ids else ""
+            raise UserError(
                 f"{name}: none of {len(wanted)} matches an {side} id: {first!r}, but {side}_ids has {known!r}"
             )
-        raise UsageError(f"{name}: {count} match no {side} id, the first is {first!r}")
+        raise UserError(f"{name}: {count} match no {side} id, the first is {first!r}")
     return [row_of[key] for key in wanted]
 
 
 def read_meta(array: Array) -> dict[str, Any]:
-    """The meta object, as uint8 or as one numpy string. Errors: UsageError for values that others compute with."""
+    """The meta object, as uint8 or as one numpy string. Errors: UserError for values that others compute with."""
     if array.dtype.kind in "US" and array.size == 1:
         (text,) = _decoded(array.reshape(1), "meta")
         array = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
     if array.dtype != np.uint8:
-        raise UsageError(f"meta of shape {list(array.shape)}, {array.dtype}: the text of one JSON object is expected")
+        raise UserError(f"meta of shape {list(array.shape)}, {array.dtype}: the text of one JSON object is expected")
     meta: Any = read_json_array(array, "meta")
     for name, kind in (
         ("", dict),
@@ -130,13 +130,13 @@ def read_meta(array: Array) -> dict[str, Any]:
         value = meta.get(name, kind()) if name else meta
         if not isinstance(value, kind):
             what = "a text" if kind is str else "an object"
-            raise UsageError(f"meta{f': {name}' if name else ''} is {shown(value)}: expected {what}")
+            raise UserError(f"meta{f': {name}' if name else ''} is {shown(value)}: expected {what}")
     facts = check_facts(meta.get("facts", {}), "meta: facts")
     if facts and not {"gamma_q", "gamma_d"} <= facts.keys():
-        raise UsageError("meta: facts without gamma_q and gamma_d: the exponents that the model is native in")
+        raise UserError("meta: facts without gamma_q and gamma_d: the exponents that the model is native in")
     for direction, value in meta.get("alpha", {}).items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if direction not in list(CLIP_DIRECTIONS) or (value is not None and not (number and 0 < value <= 1e30)):
-            raise UsageError(f"meta: alpha {one_line(direction, 60)}: {shown(value)}: i2t and t2i are numbers above 0")
+            raise UserError(f"meta: alpha {printable(direction, 60)}: {shown(value)}: i2t and t2i are numbers above 0")
     found: dict[str, Any] = meta
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmclip.data.image_text import ImageTextData, named
 from mmclip.data.reading import iterate_images, iterate_texts
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.models.factory import Model
 from mmclip.training.log import progress_bar
 
@@ -70,7 +70,7 @@ class Runner:
         self._say(f"{label}: {len(rows)} done")
         if out is None:
             first = next((named(data.keys[row], why, 80, 300) for row, why in bad.items()), "the split is empty")
-            raise UsageError(f"{one_line(data.path)}: none of {len(rows)} images can be read; first: {first}")
+            raise UserError(f"{printable(data.path)}: none of {len(rows)} images can be read; first: {first}")
         return out, bad
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class Runner:
                 bar.advance(task, len(tokens))
         self._say(f"{label}: {len(captions)} done")
         if not parts:
-            raise UsageError("there are no captions to encode")
+            raise UserError("there are no captions to encode")
         place = {caption: row for row, caption in enumerate(different)}
         return torch.cat(parts)[[place[caption] for caption in captions]]
 

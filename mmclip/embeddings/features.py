@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmclip import distributed
 from mmclip.config.augmentation import parse_aug_cfg
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.loading import Batch, TrainBatches
 from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text
@@ -74,7 +74,7 @@ class Source:
         assert live is not None, "the loader reads whatever is not cached"
         return live.to(device, non_blocking=True), False
 
-    def batches(self, settings: TrainSettings, model: Model, pin: bool = False) -> TrainBatches:
+    def batches(self, settings: TrainConfig, model: Model, pin: bool = False) -> TrainBatches:
         rank, ranks = distributed.world()
         transform = model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg))
         return TrainBatches(

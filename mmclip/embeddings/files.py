@@ -49,7 +49,7 @@ from mmclip.embeddings.arrays import (
     read_strings,
     read_vectors,
 )
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import Distractors, EvalData
 from mmclip.similarity import CLIP_DIRECTIONS
 
@@ -69,7 +69,7 @@ class SavedEmbeddings:
     alpha           direction -> scale of its scores; None: not trained, or unknown
     facts           mmclip.json; {} for a plain CLIP
 
-    Errors: UsageError, one line, for what does not fit together (also all of EvalData's).
+    Errors: UserError, one line, for what does not fit together (also all of EvalData's).
     """
 
     image: Tensor
@@ -95,9 +95,9 @@ class SavedEmbeddings:
             ("text_ids", self.text_ids, len(self.text)),
         ):
             if len(ids) != n:
-                raise UsageError(f"{name} has {len(ids)} entries for {n} embeddings")
+                raise UserError(f"{name} has {len(ids)} entries for {n} embeddings")
             if len(set(ids)) < n:
-                raise UsageError(f"{name}: {one_line(first_repeated(ids), 80)!r} stands there twice; ids are unique")
+                raise UserError(f"{name}: {printable(first_repeated(ids), 80)!r} stands there twice; ids are unique")
         self.eval_data()
         self.alpha = {d.value: self.alpha.get(d.value) for d in CLIP_DIRECTIONS}
         for direction in CLIP_DIRECTIONS:
@@ -106,12 +106,12 @@ class SavedEmbeddings:
             found = self.evidence[direction.value]
             n = len(direction.roles({"image": self.image, "text": self.text})[1])
             if found.shape != (n,) or not bool(found.isfinite().all()):
-                raise UsageError(
+                raise UserError(
                     f"evidence_{direction.value} of shape {list(found.shape)}: a finite number for each of the {n} "
                     f"{direction.document_side}s is needed"
                 )
             if self.alpha[direction.opposite.value] is None:
-                raise UsageError(
+                raise UserError(
                     f"evidence_{direction.value} without alpha of {direction.opposite.value}: it was computed with that"
                 )
 
@@ -137,16 +137,16 @@ class SavedEmbeddings:
 
 
 def load_embeddings(path: str | Path) -> SavedEmbeddings:
-    """Read a file of either kind. Nothing in it is run. Errors: UsageError, one line, naming the file."""
+    """Read a file of either kind. Nothing in it is run. Errors: UserError, one line, naming the file."""
     try:
         return _from_arrays(read_arrays(path))
-    except UsageError as error:
+    except UserError as error:
         text = str(error)
-        raise UsageError(text if text.startswith(one_line(path)) else f"{one_line(path)}: {text}") from None
+        raise UserError(text if text.startswith(printable(path)) else f"{printable(path)}: {text}") from None
 
 
 def save_embeddings(path: str | Path, saved: SavedEmbeddings) -> None:
-    """Write a file of the kind that ``path`` ends in, whole or not at all. Errors: UsageError."""
+    """Write a file of the kind that ``path`` ends in, whole or not at all. Errors: UserError."""
     arrays: dict[str, Array] = {name: getattr(saved, name).numpy() for name in ("image", "text", "pairs")}
     for name in ("image_ids", "text_ids", "captions", "levels"):
         if (values := getattr(saved, name)) is not None:
@@ -175,17 +175,17 @@ def _from_arrays(arrays: dict[str, Array]) -> SavedEmbeddings:
     valid = (*NEEDED, *OPTIONAL)
     for name in arrays:
         if name not in valid:
-            raise UsageError(
-                f"unknown array {one_line(name, 60)!r}{nearest(name[:60], valid)} (valid: {', '.join(valid)})"
+            raise UserError(
+                f"unknown array {printable(name, 60)!r}{nearest(name[:60], valid)} (valid: {', '.join(valid)})"
             )
     there = ", ".join(arrays) or "none"
     for name in NEEDED:
         if name not in arrays:
-            raise UsageError(f"no array {name!r}; there: {there}; needed: {', '.join(NEEDED)}")
+            raise UserError(f"no array {name!r}; there: {there}; needed: {', '.join(NEEDED)}")
     if "text_image_ids" not in arrays and "pairs" not in arrays:
-        raise UsageError(f"nothing says what is relevant: text_image_ids or pairs is needed; there: {there}")
+        raise UserError(f"nothing says what is relevant: text_image_ids or pairs is needed; there: {there}")
     if "gains" in arrays and "pairs" not in arrays:
-        raise UsageError("gains without pairs: they say how relevant each pair is")
+        raise UserError("gains without pairs: they say how relevant each pair is")
     vectors: dict[str, Tensor] = {
         n: read_vectors(arrays[n], n) for n in ("image", "text", "distractor_image", "distractor_text") if n in arrays
     }

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.embeddings.files import SavedEmbeddings
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.retrieval.hubness import corrected_candidates, corrected_queries, native_exponents, reversed_exponents
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
@@ -65,20 +65,20 @@ def index_vectors(
     native and the four fixed ones act on the roles of ``direction``; corrected and reversed read the opposite
     direction's trained scores backwards (mmclip.retrieval.hubness). zero_point: z above, by default the mean of this file's
     evidence; documents that join an index later need that of the first, ``float(first.evidence["t2i"].mean())``.
-    Errors: UsageError for an unknown scoring, and for ``corrected`` without evidence in the file.
+    Errors: UserError for an unknown scoring, and for ``corrected`` without evidence in the file.
     """
     if direction not in list(CLIP_DIRECTIONS):
-        raise UsageError(f"direction {one_line(direction, 60)!r}: expected i2t or t2i")
+        raise UserError(f"direction {printable(direction, 60)!r}: expected i2t or t2i")
     direction = Direction(direction)
     if scoring not in SCORINGS:
-        raise UsageError(f"scoring {one_line(scoring, 60)!r}: expected one of {', '.join(SCORINGS)}")
+        raise UserError(f"scoring {printable(scoring, 60)!r}: expected one of {', '.join(SCORINGS)}")
     _, document = direction.roles({"image": saved.image, "text": saved.text})
     native = native_exponents(saved.facts)
     if scoring == "corrected":
         alpha = saved.alpha[direction.opposite.value]
         if direction.value not in saved.evidence or alpha is None:
             there = ", ".join(f"evidence_{d}" for d in saved.evidence) or "none"
-            raise UsageError(
+            raise UserError(
                 f"scoring corrected of {direction.value} needs evidence_{direction.value}; there: {there}. "
                 "scripts/embed.py --bank DATA writes it where the model's loss trained the opposite direction"
             )
@@ -104,13 +104,13 @@ def norm_augmentation(documents: Tensor, longest: float | None = None) -> tuple[
     Their cosine is q . d / (|q| L): for one query it ranks as q . d does, whether or not the engine normalizes the two.
     Documents that come later must not be longer than L: leave room by ``longest``.
     (Bachrach et al. 2014; Neyshabur & Srebro 2015, arXiv:1410.5518.)
-    Errors: UsageError for a document above ``longest``, and for documents that are all 0.
+    Errors: UserError for a document above ``longest``, and for documents that are all 0.
     """
     length = magnitude(documents.double())
     top = float(length.max())
     scale = top if longest is None else float(longest)
     if not 0 < scale < float("inf") or top > scale:
-        raise UsageError(
+        raise UserError(
             f"longest {longest}: documents are up to {top:g} long; a finite bound at or above that, and above 0"
         )
     unit = documents.double() / scale
@@ -139,7 +139,7 @@ def recall_at_k(documents: Tensor, queries: Tensor, ids: Tensor | Array, k: int 
     k = min(k, len(documents))
     ids = torch.as_tensor(np.asarray(ids), dtype=torch.int64)[:, :k]
     if ids.ndim != 2 or len(ids) != len(queries) or int(ids.max()) >= len(documents):
-        raise UsageError(
+        raise UserError(
             f"ids of shape {list(ids.shape)}: the rows of up to {k} documents for each of {len(queries)} queries, "
             f"below {len(documents)}, are expected"
         )

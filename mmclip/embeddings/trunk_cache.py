@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Runner
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.io import alone_in, require_space, write_atomically
 from mmclip.models.factory import Model
 from mmclip.models.pixels import as_bytes
@@ -59,7 +59,7 @@ def cached_trunk(
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--cache-dir {folder}: cannot be written: {error.strerror}") from None
+        raise UserError(f"--cache-dir {folder}: cannot be written: {error.strerror}") from None
     model.towers.eval()
     size = PART_ROWS[side]
     needed = sorted({row // size for row in (range(total) if rows is None else rows)})
@@ -84,7 +84,7 @@ def cached_trunk(
         return [part for part in needed if part not in found]
 
     if missing():
-        with alone_in(place, f"{label}: waiting for another process that fills {one_line(place)}"):
+        with alone_in(place, f"{label}: waiting for another process that fills {printable(place)}"):
             left = missing()
             if left:
                 row = 4 * _width(side, model, runner)

@@ -11,7 +11,7 @@ from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.models.factory import Model
 from mmclip.retrieval.hubness import Bank
 
@@ -28,7 +28,7 @@ def draw_bank(
     """``size`` items of each of ``sides`` at random, all of them where there are fewer; images that cannot be read are
     left out. ``evaluated``: whose captions are counted in the bank as its overlap.
 
-    Errors: UsageError where every caption of the bank is the evaluation's: nothing is left that it could be but the
+    Errors: UserError where every caption of the bank is the evaluation's: nothing is left that it could be but the
     evaluation set, or a part of it, under another name.
     """
     captions = [c for image in source.data.captions for c in image]
@@ -50,8 +50,8 @@ def _overlap(source: Source, side: str, rows: Sequence[int], captions: list[str]
     told = [[captions[row]] for row in rows] if side == "text" else [source.data.captions[row] for row in rows]
     same = sum(all(c in known for c in own) for own in told)
     if same == len(told):
-        raise UsageError(
-            f"the bank {one_line(source.data.path)} is the evaluation set, or a part of it: all of {same} captions are "
+        raise UserError(
+            f"the bank {printable(source.data.path)} is the evaluation set, or a part of it: all of {same} captions are "
             "in it, too; take training data, or name it: --bank transductive"
         )
     return same
@@ -60,26 +60,26 @@ def _overlap(source: Source, side: str, rows: Sequence[int], captions: list[str]
 def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: SavedEmbeddings, seed: int = 0) -> Bank:
     """As :func:`draw_bank`, out of a file of saved embeddings; items are the same where their vectors are.
 
-    Errors: UsageError for a file of another D, and where all drawn vectors are the evaluation's.
+    Errors: UserError for a file of another D, and where all drawn vectors are the evaluation's.
     """
     try:
         saved = load_embeddings(path)
-    except UsageError as error:
-        raise UsageError(f"--bank of saved embeddings: {error}") from None
+    except UserError as error:
+        raise UserError(f"--bank of saved embeddings: {error}") from None
     bank = Bank(path)
     for side in sides:
         rows, known = getattr(saved, side), getattr(evaluated, side)
         if rows.shape[1] != known.shape[1]:
-            raise UsageError(
-                f"--bank {one_line(path)}: vectors of {rows.shape[1]} dimensions; the evaluation has {known.shape[1]}"
+            raise UserError(
+                f"--bank {printable(path)}: vectors of {rows.shape[1]} dimensions; the evaluation has {known.shape[1]}"
             )
         drawn = np.sort(np.random.default_rng(seed).choice(len(rows), min(size, len(rows)), replace=False))
         bank.vectors[side] = rows[torch.from_numpy(drawn)]
         own = {row.tobytes() for row in known.float().numpy()}
         bank.overlap[side] = sum(row.tobytes() in own for row in bank.vectors[side].float().numpy())
         if bank.overlap[side] == len(drawn):
-            raise UsageError(
-                f"--bank {one_line(path)}: the evaluation set, or a part of it: all of {len(drawn)} vectors are in it, "
+            raise UserError(
+                f"--bank {printable(path)}: the evaluation set, or a part of it: all of {len(drawn)} vectors are in it, "
                 "too; take training data, or name it: --bank transductive"
             )
     return bank

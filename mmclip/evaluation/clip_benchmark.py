@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mmclip.commands.evaluate import load_model
 from mmclip.data.shards import is_folder, shards_of
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.evaluation.scored_model import ScoredModel
 from mmclip.io import write_text_atomically
@@ -52,9 +52,9 @@ Everything else is clip-benchmark's own:
 def load(
     scoring: str, model_name: str, pretrained: str, cache_dir: str | None, device: str
 ) -> tuple[ScoredModel, Callable[[Any], Tensor], Tokenizer]:
-    """clip-benchmark's loader of the type ``mmclip``: (model, transform, tokenizer). Errors: UsageError."""
+    """clip-benchmark's loader of the type ``mmclip``: (model, transform, tokenizer). Errors: UserError."""
     if cache_dir is not None:
-        raise UsageError(f"--model_cache_dir: not used by --model_type {MODEL_TYPE}; set HF_HOME instead")
+        raise UserError(f"--model_cache_dir: not used by --model_type {MODEL_TYPE}; set HF_HOME instead")
     model = load_model(model_name, pretrained or None)
     exponents = native_exponents(model.facts) if scoring == NATIVE else Normalization(scoring).exponents
     return ScoredModel(model.towers, exponents).to(device), model.transform(), model.tokenize
@@ -74,7 +74,7 @@ def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...] = (1,)) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """clip-benchmark's command line, ours added. Errors: UsageError; SystemExit from clip-benchmark's own parser."""
+    """clip-benchmark's command line, ours added. Errors: UserError; SystemExit from clip-benchmark's own parser."""
     argv = list(sys.argv[1:] if argv is None else argv)
     scoring, theirs = take_scoring(argv)
     parts = ("cli", "models", "metrics.zeroshot_retrieval", "metrics.zeroshot_classification", "metrics.linear_probe")
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cli, models, *metrics = (importlib.import_module(f"clip_benchmark.{part}") for part in parts)
     except ModuleNotFoundError as error:  # itself, or what it needs: requests, which it does not declare
         package = str(error.name).partition(".")[0]
-        raise UsageError(f"{package} is not installed: pip install -e '.[clip-benchmark]'") from None
+        raise UserError(f"{package} is not installed: pip install -e '.[clip-benchmark]'") from None
     if {"-h", "--help"} & set(argv):
         print(HELP)
     models.TYPE2FUNC[MODEL_TYPE] = partial(load, scoring or NATIVE)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             cli.main()
         except json.JSONDecodeError as error:  # of build, which reads the files that it is given
-            raise UsageError(f"not the JSON of an evaluation: {one_line(error)}") from None
+            raise UserError(f"not the JSON of an evaluation: {printable(error)}") from None
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def take_scoring(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(the scoring or None, all other arguments). Errors: UsageError for a name that is no scoring.
+    """(the scoring or None, all other arguments). Errors: UserError for a name that is no scoring.
 
     >>> take_scoring(["eval", "--scoring", "dot", "--task", "auto"])
     ('dot', ['eval', '--task', 'auto'])
@@ -126,7 +126,7 @@ def take_scoring(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     try:
         own, theirs = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UsageError(one_line(error)) from None
+        raise UserError(printable(error)) from None
     return own.scoring, theirs
 
 
@@ -136,10 +136,10 @@ def _run(
     scoring: str | None,
     args: argparse.Namespace,
 ) -> Any:
-    """One model on one data set: clip-benchmark's ``run`` with settings that work. Errors: UsageError."""
+    """One model on one data set: clip-benchmark's ``run`` with settings that work. Errors: UserError."""
     ours = args.model_type == MODEL_TYPE
     if scoring is not None and not ours:
-        raise UsageError(f"--scoring {scoring} needs --model_type {MODEL_TYPE}: every other type is scored by cosine")
+        raise UserError(f"--scoring {scoring} needs --model_type {MODEL_TYPE}: every other type is scored by cosine")
     name = args.dataset.removeprefix("wds/")
     root = args.dataset_root.format(dataset=name, dataset_cleaned=name.replace("/", "-"))
     if args.dataset.startswith("wds/") and "://" not in root:
@@ -150,7 +150,7 @@ def _run(
         args.task = default_task(name)
     if ours:
         if args.task not in TASKS:
-            raise UsageError(
+            raise UserError(
                 f"--task {args.task}: nothing in it is ranked, so a scoring has no meaning there; take --model_type "
                 "open_clip with --model local-dir:RUN/model"
             )
@@ -167,7 +167,7 @@ def _run(
         code = stock(args)
     except ValueError as error:
         if str(error).startswith("Unsupported"):  # data set, language: its word for a name that it does not know
-            raise UsageError(str(error)) from None
+            raise UserError(str(error)) from None
         raise
     if ours and not skipped:
         written = json.loads(path.read_text(encoding="utf-8"))
@@ -178,14 +178,14 @@ def _run(
 def check_folder(root: Path, args: argparse.Namespace) -> int:
     """Number of shards of a data set folder in clip-benchmark's layout; resolves ``args.task`` auto by what it holds.
 
-    Errors: UsageError where shards are missing or not counted, or where the folder does not fit the task.
+    Errors: UserError where shards are missing or not counted, or where the folder does not fit the task.
     """
     folder = root / args.split
     if not is_folder(folder) or not (folder / "nshards.txt").is_file():
         splits = sorted(p.parent.name for p in root.glob("*/nshards.txt")) if is_folder(root) else []
-        raise UsageError(
-            f"--dataset_root {one_line(root)}: no {folder.name}/nshards.txt, so no shards of --split "
-            f"{one_line(args.split)}; splits there: {one_line(', '.join(splits) or 'none')}"
+        raise UserError(
+            f"--dataset_root {printable(root)}: no {folder.name}/nshards.txt, so no shards of --split "
+            f"{printable(args.split)}; splits there: {printable(', '.join(splits) or 'none')}"
         )
     shards = len(shards_of(folder))
     kind = "classification"
@@ -194,21 +194,21 @@ def check_folder(root: Path, args: argparse.Namespace) -> int:
     if args.task == "auto":
         args.task = "zeroshot_retrieval" if kind == "retrieval" else "zeroshot_classification"
     if (args.task == "zeroshot_retrieval") != (kind == "retrieval"):
-        raise UsageError(
-            f"{one_line(root)}: its dataset_type.txt says {one_line(kind, 60)}: not for --task {args.task}"
+        raise UserError(
+            f"{printable(root)}: its dataset_type.txt says {printable(kind, 60)}: not for --task {args.task}"
         )
     if args.task == "zeroshot_classification":
         for file, flag in (("classnames.txt", "custom_classname_file"),
                            ("zeroshot_classification_templates.txt", "custom_template_file")):  # fmt: skip
             if not (root / file).is_file() and not getattr(args, flag):
-                raise UsageError(f"{one_line(root)}: classification needs {file} there, or --{flag}")
+                raise UserError(f"{printable(root)}: classification needs {file} there, or --{flag}")
     return shards
 
 
 def output_path(args: argparse.Namespace, dataset: str, scoring: str) -> Path:
     """Where the JSON goes: ``args.output`` with clip-benchmark's names and {scoring} filled in; no name makes a folder.
 
-    Errors: UsageError for a placeholder that is not known.
+    Errors: UserError for a placeholder that is not known.
     """
 
     def flat(text: str) -> str:
@@ -228,4 +228,4 @@ def output_path(args: argparse.Namespace, dataset: str, scoring: str) -> Path:
     try:
         return Path(template.format(**names))
     except (KeyError, IndexError, ValueError):
-        raise UsageError(f"--output {one_line(template)}: the names to fill in are {', '.join(names)}") from None
+        raise UserError(f"--output {printable(template)}: the names to fill in are {', '.join(names)}") from None

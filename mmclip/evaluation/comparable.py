@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import Results
 
 Json = dict[str, Any]
@@ -15,24 +15,24 @@ def _called(run: Results) -> str:
     trained = run.json.get("trained_with") or {}
     told = [str(trained[k]) for k in ("loss", "norm") if trained.get(k)]
     told += [f"seed {run.seed}"] if run.seed is not None else []
-    return one_line(run.json.get("model"), 60) + (f" ({one_line(', '.join(told), 60)})" if told else "")
+    return printable(run.json.get("model"), 60) + (f" ({printable(', '.join(told), 60)})" if told else "")
 
 
 def same_data(a: Results, b: Results) -> None:
-    """Errors: UsageError naming both sides where two runs did not answer the same queries over the same candidates."""
+    """Errors: UserError naming both sides where two runs did not answer the same queries over the same candidates."""
     for key in ("fingerprint", "n_queries", "n_images", "n_texts", "n_documents"):
         left, right = a.json["data"].get(key), b.json["data"].get(key)
         if left != right:
             names = [_called(r) for r in (a, b)]
-            raise UsageError(
-                f"runs over different data cannot be compared: {key} is {one_line(left, 60)} for {names[0]} and "
-                f"{one_line(right, 60)} for {names[1]}; evaluate both on the same data"
+            raise UserError(
+                f"runs over different data cannot be compared: {key} is {printable(left, 60)} for {names[0]} and "
+                f"{printable(right, 60)} for {names[1]}; evaluate both on the same data"
             )
     for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
         marks = [r.json["pools"][pool].get("fingerprint") for r in (a, b)]
         if marks[0] != marks[1]:
-            raise UsageError(
-                f"runs over different distractors cannot be compared: pool {one_line(pool, 60)} is not the same in both"
+            raise UserError(
+                f"runs over different distractors cannot be compared: pool {printable(pool, 60)} is not the same in both"
             )
 
 
@@ -64,39 +64,39 @@ def check_baseline(baseline: Results, run: Results) -> None:
     trained = baseline.json.get("trained_with") or {}
     native = baseline.json["evaluation"]["native"]
     cosine = (native["gamma_q"], native["gamma_d"]) == (1, 1)
-    told = f"the baseline was trained with {one_line(trained.get('loss'))} and the exponents {native['gamma_q']}, "
+    told = f"the baseline was trained with {printable(trained.get('loss'))} and the exponents {native['gamma_q']}, "
     told += f"{native['gamma_d']}: "
     facts = run.json.get("trained_with") or {}
     if is_text(facts):
         if not cosine or losses_differ(trained, facts):
-            raise UsageError(f"{told}a baseline is a cosine run of the run's loss, {one_line(facts.get('loss'))}")
+            raise UserError(f"{told}a baseline is a cosine run of the run's loss, {printable(facts.get('loss'))}")
         return
     both = trained.get("loss") in (None, "sym") and trained.get("i2t_weight") in (None, 0.5) and not is_text(trained)
     if not both or "i2t_weight_end" in trained or not cosine:
-        raise UsageError(f"{told}a baseline is a sym/cosine run, both directions of equal weight")
+        raise UserError(f"{told}a baseline is a sym/cosine run, both directions of equal weight")
 
 
 def check_control(run: Results, control: Results) -> None:
     facts = [r.json.get("trained_with") or {} for r in (control, run)]
     if losses_differ(*facts):
         name = "q2d_weight" if is_text(facts[1]) else "i2t_weight"
-        told = [one_line(f.get("loss")) + (f" ({name} {w})" if (w := f.get(name)) else "") for f in facts]
-        raise UsageError(
+        told = [printable(f.get("loss")) + (f" ({name} {w})" if (w := f.get(name)) else "") for f in facts]
+        raise UserError(
             f"the control was trained with the loss {told[0]}, the run with {told[1]}: a control has the run's loss"
         )
     if seeds_differ(run, control):
-        raise UsageError(
+        raise UserError(
             f"the control was trained with seed {control.seed}, the run with {run.seed}: a control has the run's seed"
         )
     gamma_d = control.json["evaluation"]["native"]["gamma_d"]
     earlier = (control.json.get("trained_with") or {}).get("gamma_from", "cosine")
     if earlier not in ("cosine", "dnorm"):
-        raise UsageError(
-            f"the control began with {one_line(earlier, 40)}, which keeps its documents' length: no loss of a control "
+        raise UserError(
+            f"the control began with {printable(earlier, 40)}, which keeps its documents' length: no loss of a control "
             "ever sees it"
         )
     if gamma_d != 1:
-        raise UsageError(
+        raise UserError(
             f"the control keeps its documents' length (gamma_d {gamma_d}); a control is trained with gamma_d 1: "
             "cosine or dnorm"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.comparable import check_baseline, check_control, is_text, losses_differ, same_data, seeds_differ
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
@@ -36,7 +36,7 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
 
     native is compared with native (each run's own exponents), every other scoring with itself. ``within_noise`` says
     that the interval holds 0, or that there is none ("ci" None): all queries are one image's, which have no spread to
-    tell. Errors: UsageError where the runs were not evaluated on the same data.
+    tell. Errors: UserError where the runs were not evaluated on the same data.
     """
     same_data(a, b)
     report: Json = {}
@@ -94,18 +94,18 @@ def verdict(
     lengths are nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
 
     "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
-    Errors: UsageError for runs over different data, a control of another loss or with gamma_d other than 1, and for
+    Errors: UserError for runs over different data, a control of another loss or with gamma_d other than 1, and for
     text that was trained in d2q alone, which no evaluation asks in.
     """
     facts = run.json.get("trained_with") or {}
     if is_text(facts):
         if facts.get("loss") == Direction.D2Q:
-            raise UsageError("the run trained d2q alone, and text is evaluated in q2d: there is nothing to judge")
+            raise UserError("the run trained d2q alone, and text is evaluated in q2d: there is nothing to judge")
         direction = direction or Direction.Q2D
     if direction is None:
         trained = trained_directions(facts)
         if len(trained) > 1:
-            raise UsageError("the run trained both directions; name one of: i2t, t2i")
+            raise UserError("the run trained both directions; name one of: i2t, t2i")
         direction = trained[0]
     baselines = None if baseline is None else [baseline]
     return pooled_verdict([run], [control], baselines, pool, direction, metric=metric, resamples=resamples, seed=seed)
@@ -150,7 +150,7 @@ def pooled_verdict(
 
 def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
     """The verdicts on a run whose documents keep some length and whose loss and seed are the control's, one a pool; []
-    for any other run. Errors: UsageError, as of :func:`verdict`."""
+    for any other run. Errors: UserError, as of :func:`verdict`."""
     mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
     if losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
         return []

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.retrieval.qrels import Judged
 from mmclip.retrieval.sides import lengths
 
@@ -66,8 +66,8 @@ def _check_owner(distractors: Distractors, n_images: int) -> None:
     for side, rows in distractors.owner.items():
         x = distractors.sides().get(side)
         if x is None or len(rows) != len(x) or not all(0 <= r < limit for r in rows):
-            raise UsageError(
-                f"{one_line(distractors.name, 60)} {side}: owner has {len(rows)} rows, from {min(rows, default=0)} to "
+            raise UserError(
+                f"{printable(distractors.name, 60)} {side}: owner has {len(rows)} rows, from {min(rows, default=0)} to "
                 f"{max(rows, default=0)}; one from 0 to {limit - 1} for each item is needed"
             )
 
@@ -86,7 +86,7 @@ class EvalData:
     distractors                  sets of candidates that are never queries
     gains [P]                    how relevant each pair is, above 0; None: all alike
 
-    Errors: UsageError, one line, for shapes or lengths that disagree, rows outside, no pair, and values not finite.
+    Errors: UserError, one line, for shapes or lengths that disagree, rows outside, no pair, and values not finite.
     """
 
     image: Tensor
@@ -107,21 +107,21 @@ class EvalData:
             _check_owner(d, len(self.image))
         taken = {n for n in names if names.count(n) > 1} | ({MAIN_POOL, FULL} & set(names))
         if taken:
-            raise UsageError(f"distractors called {one_line(sorted(taken)[0], 60)!r} twice, or like another pool")
+            raise UserError(f"distractors called {printable(sorted(taken)[0], 60)!r} twice, or like another pool")
         dim = self.image.shape[-1] if self.image.ndim else 0
         named = {"image": self.image, "text": self.text}
-        named |= {f"{one_line(d.name, 60)} {side}": x for d in self.distractors for side, x in d.sides().items()}
+        named |= {f"{printable(d.name, 60)} {side}": x for d in self.distractors for side, x in d.sides().items()}
         for side, x in named.items():
             if x.ndim != 2 or len(x) == 0 or x.shape[1] != dim:
-                raise UsageError(
+                raise UserError(
                     f"{side} embeddings of shape {list(x.shape)}: at least one row is needed, and one dimension for "
                     f"all (the images' is {dim})"
                 )
             if not dim:
-                raise UsageError(f"{side} embeddings of shape {list(x.shape)}: vectors of no dimension")
+                raise UserError(f"{side} embeddings of shape {list(x.shape)}: vectors of no dimension")
             longest = float(lengths(x, side).max())  # checks that every value is finite
             if longest > LONGEST:
-                raise UsageError(
+                raise UserError(
                     f"{side} embeddings: a length of {longest:.3g}; above {LONGEST:.0e} products overflow in float32: "
                     "divide all embeddings by one constant"
                 )
@@ -133,14 +133,14 @@ class EvalData:
             ("owner", self.owner, len(self.text)),
         ):
             if values is not None and len(values) != n:
-                raise UsageError(f"{name} has {len(values)} entries; {n} embeddings need {n}")
+                raise UserError(f"{name} has {len(values)} entries; {n} embeddings need {n}")
         # Also checks the pairs and gains: rows that exist, and at least one.
         self.pairs = torch.as_tensor(self.pairs, dtype=torch.int64).cpu()
         Judged.read(self.pairs, self.gains, len(self.image), len(self.text))
         if self.owner is not None:
             outside = [o for o in self.owner if not -1 <= o < len(self.image)]
             if outside:
-                raise UsageError(f"owner names image row {outside[0]}; valid rows are -1 to {len(self.image) - 1}")
+                raise UserError(f"owner names image row {outside[0]}; valid rows are -1 to {len(self.image) - 1}")
 
     def owners(self) -> Array:
         """[M]: the image row of every text, -1 for nobody's."""

@@ -13,7 +13,7 @@ from mmclip.data.distractors import KINDS, TWINS, Corrupted, captions
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text
 from mmclip.embeddings.features import Source
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import Distractors, EvalData
 from mmclip.metrics import rank as metrics
 from mmclip.models.factory import Model
@@ -114,7 +114,7 @@ def _pairs(data: ImageTextData, found: Embeddings) -> torch.Tensor:
             relevant = [key] if caption.relevant is None else caption.relevant
             pairs += [[row_of[k], text] for k in relevant if k in row_of]
             if caption.relevant is None and found.owner[text] != image:
-                raise UsageError(f"{one_line(data.path)}: captions and truth are not aligned at {one_line(key)}")
+                raise UserError(f"{printable(data.path)}: captions and truth are not aligned at {printable(key)}")
             text += 1
     return torch.from_numpy(np.array(pairs, dtype=np.int64).reshape(-1, 2))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.backwards import Backwards
 from mmclip.evaluation.diagnostics import diagnose
 from mmclip.evaluation.direction_numbers import one_direction
@@ -54,7 +54,7 @@ def evaluate(
     fisher: with the Fisher matrices of the main pool, by far the costliest diagnostic.
     resamples, seed: of the bootstrap. block_bytes: working memory of the ranking beside the embeddings. progress:
     called with (pool's name, scores done, scores in all) while a pool is ranked.
-    Errors: UsageError for unusable exponents; EvalData has checked the rest.
+    Errors: UserError for unusable exponents; EvalData has checked the rest.
 
     >>> import torch
     >>> x = torch.eye(3)
@@ -65,7 +65,7 @@ def evaluate(
     """
     native = as_floats(native)
     if not (isfinite(native.gamma_q) and isfinite(native.gamma_d)):
-        raise UsageError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a length, 1 divides it out")
+        raise UserError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a length, 1 divides it out")
     backwards = Backwards(native, dict(scales or {}), bank, {"image": data.image, "text": data.text})
     scorings = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {NATIVE: native}
     if any(d.opposite in backwards.scales for d in CLIP_DIRECTIONS):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.io import write_atomically, write_text_atomically
 
@@ -61,14 +61,14 @@ class Results:
         return found if isinstance(found, int) else None
 
     def query_values(self, pool: str, direction: str, scoring: str, metric: str) -> Array:
-        """[Q] numbers of every query. Errors: UsageError naming what is there."""
+        """[Q] numbers of every query. Errors: UserError naming what is there."""
         return self.array(f"{pool}/{direction}/{scoring}/{metric}")
 
     def array(self, name: str) -> Array:
         if name not in self.per_query:
             there = sorted({k.rsplit("/", 1)[0] for k in self.per_query})
-            raise UsageError(
-                f"no per-query numbers {one_line(name)!r}; there are those of: {one_line(', '.join(there), 900)}"
+            raise UserError(
+                f"no per-query numbers {printable(name)!r}; there are those of: {printable(', '.join(there), 900)}"
             )
         return self.per_query[name]
 
@@ -102,29 +102,29 @@ def json_text(content: Json, indent: int | None = None) -> str:
 def load_results(path: str | Path) -> Results:
     """Read a run's folder, or its results.json with per_query.npz beside it. Nothing is unpickled.
 
-    Errors: UsageError, one line, where a file is missing or is not what its name says.
+    Errors: UserError, one line, where a file is missing or is not what its name says.
     """
     path = Path(path)
     document = path / RESULTS_FILE if path.is_dir() else path
     arrays = document.parent / PER_QUERY_FILE
     for file in (document, arrays):
         if not file.is_file():
-            raise UsageError(f"no file {one_line(file)}; an evaluated run has {RESULTS_FILE} and {PER_QUERY_FILE}")
+            raise UserError(f"no file {printable(file)}; an evaluated run has {RESULTS_FILE} and {PER_QUERY_FILE}")
     try:
         content = json.loads(document.read_text(encoding="utf-8"))
         missing = [
             k for k in ("retrieval", "magnitude", "data", "trained_with") if not isinstance(content.get(k), dict)
         ]
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{one_line(document)} is not a results.json: {one_line(error)}") from None
+        raise UserError(f"{printable(document)} is not a results.json: {printable(error)}") from None
     if missing:
-        raise UsageError(f"{one_line(document)} is not a results.json: it has no {', '.join(missing)}")
+        raise UserError(f"{printable(document)} is not a results.json: it has no {', '.join(missing)}")
     try:
         with arrays.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             per_query = {name: file[name] for name in file.files}
     except Exception as error:  # damaged content makes numpy, zipfile and zlib raise nearly anything
         kind = "" if isinstance(error, ValueError) else f": {reason(error)}"  # numpy's advice there is to unpickle it
-        raise UsageError(f"{one_line(arrays)} is not an array file that can be read safely{kind}") from None
+        raise UserError(f"{printable(arrays)} is not an array file that can be read safely{kind}") from None
     return Results(content, per_query, _items(document.parent / ITEMS_FILE))
 
 

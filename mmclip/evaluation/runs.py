@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import compare
 from mmclip.evaluation.results import Results, load_results
 from mmclip.reporting.table_parts import make_console
@@ -16,7 +16,7 @@ from mmclip.reporting.tables import print_run
 
 def load_runs(paths: list[str]) -> dict[str, Results]:
     """Finished runs by a short name: the folder's, or the whole path where two folders are called alike. Errors:
-    UsageError, as of ``load_run``."""
+    UserError, as of ``load_run``."""
     return {name: load_run(path) for name, path in run_names(paths).items()}
 
 
@@ -31,7 +31,7 @@ def run_names(paths: list[str]) -> dict[str, str]:
 
 
 def load_run(path: str) -> Results:
-    """A finished run's results. Errors: UsageError for files that are missing, damaged, or not whole."""
+    """A finished run's results. Errors: UserError for files that are missing, damaged, or not whole."""
     results = load_results(path)
     _require_whole(results, path)
     return results
@@ -42,11 +42,11 @@ def told_of(where: str) -> Iterator[None]:
     """What a results.json of somebody else, or a damaged one, lacks shows only where it is used."""
     try:
         yield
-    except UsageError:
+    except UserError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError, OverflowError) as error:
-        why = f"{type(error).__name__} {one_line(error, 100)}"
-        raise UsageError(f"{one_line(where)}: not the whole results of an evaluated run: {why}") from None
+        why = f"{type(error).__name__} {printable(error, 100)}"
+        raise UserError(f"{printable(where)}: not the whole results of an evaluated run: {why}") from None
 
 
 def _require_whole(results: Results, where: str) -> None:

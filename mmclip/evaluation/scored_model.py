@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.similarity import Exponents, magnitude, normalize
 
 M = 2.0**30
@@ -45,7 +45,7 @@ class ScoredModel(nn.Module):
     def encode_image(self, images: Tensor) -> Tensor:
         """Pictures [B, 3, H, W] -> [B, D + 2] float32, or the raw [B, D] where every length is divided out anyway.
 
-        Errors: UsageError for features that are not finite, or longer than float32 has room for.
+        Errors: UserError for features that are not finite, or longer than float32 has room for.
         """
         with torch.autocast(images.device.type, enabled=False):
             return self._embedding("image", self.towers(image=images)[0])
@@ -58,13 +58,13 @@ class ScoredModel(nn.Module):
 
     def _embedding(self, side: str, features: Tensor) -> Tensor:
         if not bool(features.isfinite().all()):
-            raise UsageError(f"{side} embeddings hold NaN or infinity: every value must be finite")
+            raise UserError(f"{side} embeddings hold NaN or infinity: every value must be finite")
         if self.gamma_d == 1.0:
             return features
         x = normalize(features, self.gamma_d)
         length = magnitude(x)
         if float(length.max()) > LONGEST:
-            raise UsageError(
+            raise UserError(
                 f"{side} embeddings: a length of {float(length.max()):,.0f}; at most {LONGEST:,.0f} can be told from "
                 "others in clip-benchmark. With --scoring cosine any length will do"
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmclip.data.beir import TextCollection
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.diagnostics import diagnose
 from mmclip.evaluation.direction_numbers import one_direction
 from mmclip.evaluation.eval_set import LONGEST, MAIN_POOL, Pool, text_lengths
@@ -67,7 +67,7 @@ def evaluate_text(
     block_bytes: working memory of the ranking. progress: called with (scores done, scores in all).
 
     Documents that a query excludes are not there for it: neither in its list nor in its ranks.
-    Errors: UsageError for vectors that do not fit the collection or are not finite, for unusable exponents, and where
+    Errors: UserError for vectors that do not fit the collection or are not finite, for unusable exponents, and where
     an excluded document is relevant to the query, which is named.
 
     >>> from mmclip.data.beir import TextCollection
@@ -79,7 +79,7 @@ def evaluate_text(
     """
     native = as_floats(native)
     if not (isfinite(native.gamma_q) and isfinite(native.gamma_d)):
-        raise UsageError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a length, 1 divides it out")
+        raise UserError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a length, 1 divides it out")
     _require_vectors(collection, query, document)
     scorings = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {NATIVE: native}
     whole = rank(
@@ -180,7 +180,7 @@ def native_scoring(model: TextModel) -> tuple[Exponents, float | None]:
 
     What mmclip trained says it itself. Any other model has cosine where its Normalize was removed or its
     ``similarity_fn_name`` is cosine (sentence-transformers' default), dot where that says dot; alpha is not known.
-    Errors: UsageError for facts without numbers, and for a similarity that is neither.
+    Errors: UserError for facts without numbers, and for a similarity that is neither.
     """
     if model.facts:
         alpha = model.facts.get("logit_scale_q2d")
@@ -190,33 +190,33 @@ def native_scoring(model: TextModel) -> tuple[Exponents, float | None]:
         return Normalization.COSINE.exponents, None
     if said == "dot":
         return Normalization.DOT.exponents, None
-    raise UsageError(
-        f"--model {one_line(model.name)}: its similarity is {one_line(said, 40)}; cosine or dot can be evaluated"
+    raise UserError(
+        f"--model {printable(model.name)}: its similarity is {printable(said, 40)}; cosine or dot can be evaluated"
     )
 
 
 def _require_vectors(collection: TextCollection, query: Tensor, document: Tensor) -> None:
-    """Errors: UsageError, one line; that values are finite is seen where lengths are taken."""
+    """Errors: UserError, one line; that values are finite is seen where lengths are taken."""
     for side, x, n in (("query", query, len(collection.queries)), ("document", document, len(collection.documents))):
         if x.ndim != 2 or len(x) != n or not x.shape[1]:
-            raise UsageError(f"{side} embeddings of shape {list(x.shape)}: {n} rows, one a {side}, are needed")
+            raise UserError(f"{side} embeddings of shape {list(x.shape)}: {n} rows, one a {side}, are needed")
         longest = float(lengths(x, side).max())
         if longest > LONGEST:
-            raise UsageError(
+            raise UserError(
                 f"{side} embeddings: a length of {longest:.3g}; above {LONGEST:.0e} products overflow in float32: "
                 "divide all embeddings by one constant"
             )
 
 
 def _excluded(collection: TextCollection) -> Array | None:
-    """[X, 2] (query row, document row). Errors: UsageError where one of them is relevant."""
+    """[X, 2] (query row, document row). Errors: UserError where one of them is relevant."""
     pairs = [(query, document) for query, rows in collection.excluded.items() for document in rows]
     relevant = set(map(tuple, collection.pairs.tolist()))
     for query, document in pairs:
         if (query, document) in relevant:
-            raise UsageError(
-                f"{one_line(collection.path)}: query {one_line(collection.query_ids[query], 60)!r} excludes document "
-                f"{one_line(collection.document_ids[document], 60)!r}, which is judged relevant to it"
+            raise UserError(
+                f"{printable(collection.path)}: query {printable(collection.query_ids[query], 60)!r} excludes document "
+                f"{printable(collection.document_ids[document], 60)!r}, which is judged relevant to it"
             )
     return np.array(pairs, dtype=np.int64) if pairs else None
 

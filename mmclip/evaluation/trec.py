@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip.data.beir import TextCollection, read_lines
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.metrics import rank as metrics
 
@@ -95,12 +95,12 @@ def _measured(
 
 
 def require_trec_ids(collection: TextCollection) -> None:
-    """Errors: UsageError naming the first id with white space in it, which a line of a TREC file cannot hold."""
+    """Errors: UserError naming the first id with white space in it, which a line of a TREC file cannot hold."""
     for kind, ids in (("query", collection.query_ids), ("document", collection.document_ids)):
         for name in ids:
             if len(name.split()) != 1 or name != name.strip():
-                raise UsageError(
-                    f"{one_line(collection.path)}: {kind} id {one_line(name, 60)!r} has white space in it, which a "
+                raise UserError(
+                    f"{printable(collection.path)}: {kind} id {printable(name, 60)!r} has white space in it, which a "
                     "TREC file cannot hold; --run-depth 0 writes none"
                 )
 
@@ -129,7 +129,7 @@ def write_qrels(path: Path, collection: TextCollection) -> None:
 def read_run(path: Path, collection: TextCollection) -> tuple[dict[str, dict[str, float]], list[str]]:
     """({query id: {document id: score}} of the collection's queries, what a person should know).
 
-    Documents that a query excludes are dropped. Errors: UsageError naming the line: no six columns, a score that is no
+    Documents that a query excludes are dropped. Errors: UserError naming the line: no six columns, a score that is no
     number, a document that is not in the corpus or named twice for a query, no query of the collection.
     """
     row_of = {name: row for row, name in enumerate(collection.document_ids)}
@@ -139,36 +139,36 @@ def read_run(path: Path, collection: TextCollection) -> tuple[dict[str, dict[str
     others: set[str] = set()
     dropped = 0
     for number, line in read_lines(path):
-        where = f"{one_line(path)}: line {number}"
+        where = f"{printable(path)}: line {number}"
         cells = line.split()
         if len(cells) != 6:
-            raise UsageError(f"{where}: qid Q0 docid rank score tag were expected, got {len(cells)} "
-                             f"column{'s' * (len(cells) != 1)}: {one_line(line, 80)}")  # fmt: skip
+            raise UserError(f"{where}: qid Q0 docid rank score tag were expected, got {len(cells)} "
+                             f"column{'s' * (len(cells) != 1)}: {printable(line, 80)}")  # fmt: skip
         query, _, document, _, text, _ = cells
         try:
             score = float(text)
         except ValueError:
             score = math.nan
         if not math.isfinite(score):
-            raise UsageError(f"{where}: the score is a number, got {one_line(text, 60)!r}")
+            raise UserError(f"{where}: the score is a number, got {printable(text, 60)!r}")
         if query not in query_of:
             others.add(query)
             continue
         if document not in row_of:
-            raise UsageError(
-                f"{where}: document {one_line(document, 60)!r} is not in the corpus of {one_line(collection.path)}"
+            raise UserError(
+                f"{where}: document {printable(document, 60)!r} is not in the corpus of {printable(collection.path)}"
             )
         if row_of[document] in excluded.get(query_of[query], ()):
             dropped += 1
             continue
         found = run.setdefault(query, {})
         if document in found:
-            raise UsageError(f"{where}: document {one_line(document, 60)!r} is named twice for query "
-                             f"{one_line(query, 60)!r}")  # fmt: skip
+            raise UserError(f"{where}: document {printable(document, 60)!r} is named twice for query "
+                             f"{printable(query, 60)!r}")  # fmt: skip
         found[document] = score
     if not run:
-        raise UsageError(f"{one_line(path)}: no line of a query of {one_line(collection.path)} "
-                         f"[{one_line(collection.split, 60)}]")  # fmt: skip
+        raise UserError(f"{printable(path)}: no line of a query of {printable(collection.path)} "
+                         f"[{printable(collection.split, 60)}]")  # fmt: skip
     unanswered = len(collection.query_ids) - len(run)
     notes = [
         text

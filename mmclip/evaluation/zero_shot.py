@@ -22,7 +22,7 @@ from mmclip.data.shards import builtin_root, find_split, is_folder, shards_of
 from mmclip.data.tarindex import Sample, index_shard
 from mmclip.embeddings.encode import Runner, encode_text
 from mmclip.embeddings.features import Source
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.metrics import rank as metrics
 from mmclip.models.factory import Model
@@ -53,23 +53,23 @@ def open_classes(source: str, split: str | None = None) -> Classes:
     """Pictures of classes in clip-benchmark's layout: ROOT/classnames.txt, its templates, and ROOT/SPLIT/*.tar with
     KEY.jpg (png, webp) and KEY.cls, its class, counted from 0; or builtin:scenes-classes, which are drawn on first use.
 
-    Errors: UsageError for every fault of the whole; single samples that cannot be used are in ``data.skipped``.
+    Errors: UserError for every fault of the whole; single samples that cannot be used are in ``data.skipped``.
     """
     root = Path(source)
     if source == f"builtin:{CLASSES}":
         root = build_scene_classes(builtin_root())
     elif source.startswith("builtin:"):
-        raise UsageError(f"--zeroshot-data {one_line(source)}: unknown built-in classes; valid: builtin:{CLASSES}")
+        raise UserError(f"--zeroshot-data {printable(source)}: unknown built-in classes; valid: builtin:{CLASSES}")
     if not source.strip() or not is_folder(root):
-        raise UsageError(f"--zeroshot-data {one_line(source)!r}: no such folder; valid: a folder, builtin:{CLASSES}")
+        raise UserError(f"--zeroshot-data {printable(source)!r}: no such folder; valid: a folder, builtin:{CLASSES}")
     names, templates = _lines(root / NAMES), _lines(root / TEMPLATES)
     for template in templates:
         if "{c}" not in template:
-            raise UsageError(f"{root / TEMPLATES}: {one_line(template, 80)!r} has no {{c}}, the place of the name")
+            raise UserError(f"{root / TEMPLATES}: {printable(template, 80)!r} has no {{c}}, the place of the name")
     folder = find_split(root, split, "eval")
     if folder is None:
         there = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) or "no folders"
-        raise UsageError(f"{root}: no split {one_line(split or 'test or val')} with shards in it; there: {there}")
+        raise UserError(f"{root}: no split {printable(split or 'test or val')} with shards in it; there: {there}")
     data, labels = ImageTextData(str(root), folder.name, [], [], []), {}
     for shard in shards_of(folder):
         for sample in index_shard(shard, "cls"):
@@ -85,19 +85,19 @@ def open_classes(source: str, split: str | None = None) -> Classes:
             data.places.append((sample.shard, *sample.image))
     if not labels:
         first = f"; first of {len(data.skipped)} skipped: {data.skipped[0]}" if data.skipped else ""
-        raise UsageError(f"{folder}: empty: no picture with a label (KEY.cls){first}")
+        raise UserError(f"{folder}: empty: no picture with a label (KEY.cls){first}")
     return Classes(names, templates, data, labels)
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file, which are counted. Errors: UsageError for a missing or empty file, or an empty line."""
+    """The lines of a file, which are counted. Errors: UserError for a missing or empty file, or an empty line."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else one_line(error, 80)
-        raise UsageError(f"{path}: {why}; classification needs {NAMES} and {TEMPLATES}, a line each") from None
+        why = error.strerror if isinstance(error, OSError) else printable(error, 80)
+        raise UserError(f"{path}: {why}; classification needs {NAMES} and {TEMPLATES}, a line each") from None
     if "" in lines:
-        raise UsageError(f"{path}, line {lines.index('') + 1}: empty; a line each is expected")
+        raise UserError(f"{path}, line {lines.index('') + 1}: empty; a line each is expected")
     return lines
 
 
@@ -108,7 +108,7 @@ def _label(sample: Sample, names: Sequence[str]) -> tuple[int, str | None]:
     if sample.text is None:
         return -1, "no label: KEY.cls is missing"
     if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", sample.text):
-        return -1, f"a label is a whole number, got {one_line(sample.text, 40)}"
+        return -1, f"a label is a whole number, got {printable(sample.text, 40)}"
     label = int(sample.text)
     known = label < len(names)
     return (label, None) if known else (-1, f"label {label} of {len(names)} classes, which are counted from 0")
@@ -128,7 +128,7 @@ class ZeroShot:
     def measure(self, model: Model, runner: Runner, native: Exponents, seed: int = 0) -> Json:
         """The section "zero_shot" of results.json. native: the trained exponents; seed: of the bootstrap.
 
-        Pictures that cannot be read are left out and named. Errors: UsageError where none can be read.
+        Pictures that cannot be read are left out and named. Errors: UserError where none can be read.
         """
         data = self.source.data
         image, bad = self.source.vectors("image", model, runner, "zero-shot")
@@ -194,7 +194,7 @@ def classify(
 def told_zero_shot(section: Json) -> str:
     """One line: "zero-shot, cifar10 [test], 10 classes, 1,000 images, acc@1: native .104 ±.019, …"."""
     data = section["data"]
-    where = f"{one_line(Path(data['path']).name, 60)} [{one_line(data['split'], 40)}]"
+    where = f"{printable(Path(data['path']).name, 60)} [{printable(data['split'], 40)}]"
     rates = ", ".join(f"{name} {rate(value, section['ci'][name])}" for name, value in section["acc1"].items())
     skipped = f"; {len(section['skipped'])} skipped" if section["skipped"] else ""
     return (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import distributed
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.losses.cross_entropy import Positives, contrastive_loss, focal_weights
 from mmclip.losses.gram_way import Relation
 from mmclip.losses.tiled import Known, check_batch, relation_of, same_ids, tiled_losses
@@ -66,17 +66,17 @@ def weights_by_name(
     """Weights of ``first`` and its opposite. names: ``first``'s by loss; the loss that trains both, at 1/2, takes
     another ``weight``.
 
-    Errors: UsageError (a ValueError) for an unknown loss, a weight outside 0 to 1, or one beside a one-direction loss.
+    Errors: UserError (a ValueError) for an unknown loss, a weight outside 0 to 1, or one beside a one-direction loss.
     """
     if loss not in names:
-        raise UsageError(f"unknown loss {one_line(loss, 60)!r}; valid: {', '.join(names)}")
+        raise UserError(f"unknown loss {printable(loss, 60)!r}; valid: {', '.join(names)}")
     own = names[loss]
     if weight is not None:
         if not 0 <= weight <= 1:
-            raise UsageError(f"{first.value} weight {weight} is outside 0 to 1")
+            raise UserError(f"{first.value} weight {weight} is outside 0 to 1")
         if own != 0.5 and weight != own:
             both = next(name for name, w in names.items() if w == 0.5)
-            raise UsageError(
+            raise UserError(
                 f"loss {loss!r} fixes the {first.value} weight at {own:g}; give {weight:g} with loss {both!r}"
             )
         own = weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.losses.gram_way import Relation
 from mmclip.similarity import Direction
 
@@ -31,14 +31,14 @@ def _codes(query: Tensor, document: Tensor) -> Tensor:
 
 
 def codes_of(relevant: Tensor | None) -> Tensor:
-    """Judgments [M, 2] as numbers [M], sorted, for ``known_by_id``. Errors: UsageError for ids that are none."""
+    """Judgments [M, 2] as numbers [M], sorted, for ``known_by_id``. Errors: UserError for ids that are none."""
     if relevant is None:
         return torch.zeros(0, dtype=torch.long)
     if relevant.ndim != 2 or relevant.shape[1] != 2 or relevant.is_floating_point():
-        raise UsageError(f"relevant of shape {list(relevant.shape)}, {relevant.dtype}: whole numbers [M, 2] expected, "
+        raise UserError(f"relevant of shape {list(relevant.shape)}, {relevant.dtype}: whole numbers [M, 2] expected, "
                          "query id and document id")  # fmt: skip
     if len(relevant) and not 0 <= int(relevant.min()) <= int(relevant.max()) < 2**ID_BITS:
-        raise UsageError(f"relevant: ids from {int(relevant.min())} to {int(relevant.max())}; valid: 0 to 2**31 - 1")
+        raise UserError(f"relevant: ids from {int(relevant.min())} to {int(relevant.max())}; valid: 0 to 2**31 - 1")
     return _codes(*relevant.unbind(1)).sort().values
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mmclip.config.loss import LossSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.loss import LossConfig
+from mmclip.errors import UserError, printable
 from mmclip.similarity import Exponents, Normalization
 
 
@@ -23,28 +23,28 @@ def as_step(share: float, total_steps: int) -> int:
     return min(math.ceil(share * total_steps), total_steps - 1) if share < 1 else int(share)
 
 
-def check(settings: LossSettings, total_steps: int) -> None:
-    """Errors: UsageError for a schedule that would not have arrived at --norm at the last of ``total_steps``."""
+def check(settings: LossConfig, total_steps: int) -> None:
+    """Errors: UserError for a schedule that would not have arrived at --norm at the last of ``total_steps``."""
     if settings.gamma_schedule == "none":
         return
     names = ("gamma_start",) if settings.gamma_schedule == "switch" else ("gamma_start", "gamma_end")
     begin, *end = (as_step(getattr(settings, name), total_steps) for name in names)
     last = f"--{names[-1].replace('_', '-')} {getattr(settings, names[-1]):g}"
     if [begin, *end][-1] >= total_steps:
-        raise UsageError(f"{last}: in a run of {total_steps} steps it would never come to --norm {settings.norm}")
+        raise UserError(f"{last}: in a run of {total_steps} steps it would never come to --norm {settings.norm}")
     if end and begin >= end[0] and (settings.gamma_start < 1) != (settings.gamma_end < 1):
-        raise UsageError(
+        raise UserError(
             f"--gamma-start {settings.gamma_start:g} is step {begin} and {last} is step {end[0]} of {total_steps}: "
             "an anneal begins before it ends"
         )
 
 
-def start_exponents(settings: LossSettings) -> Exponents | None:
+def start_exponents(settings: LossConfig) -> Exponents | None:
     """What a run with a schedule starts with; None where nothing changes."""
     return None if settings.gamma_schedule == "none" else Normalization(settings.gamma_from).exponents
 
 
-def exponents_at(settings: LossSettings, step: int, total_steps: int) -> Exponents:
+def exponents_at(settings: LossConfig, step: int, total_steps: int) -> Exponents:
     """The exponents of a step, counted from 0, of a run with a schedule: each role's in a straight line."""
     start, end = Normalization(settings.gamma_from).exponents, Normalization(settings.norm).exponents
     begin = as_step(settings.gamma_start, total_steps)
@@ -55,13 +55,13 @@ def exponents_at(settings: LossSettings, step: int, total_steps: int) -> Exponen
     return Exponents(*(a + share * (b - a) for a, b in zip(start, end, strict=True)))
 
 
-def rate_factor(settings: LossSettings, step: int, total_steps: int) -> float:
+def rate_factor(settings: LossConfig, step: int, total_steps: int) -> float:
     """What a second stage multiplies the learning rates with: --stage2-lr-factor from the switch on."""
     switched = settings.gamma_schedule == "switch" and step >= as_step(settings.gamma_start, total_steps)
     return settings.stage2_lr_factor if switched else 1.0
 
 
-def i2t_weight_at(settings: LossSettings, step: int, total_steps: int) -> float | None:
+def i2t_weight_at(settings: LossConfig, step: int, total_steps: int) -> float | None:
     """lambda of a step, from --i2t-weight at the first to --i2t-weight-end at the last; None where it does not move."""
     end = settings.i2t_weight_end
     if end is None:
@@ -80,7 +80,7 @@ def told(step: int, line: dict[str, Any]) -> list[str]:
     if "initial" in line:
         at = line["initial"]
         trained = f"{at['loss']} loss, {at['norm']}" if at["loss"] else "a plain CLIP"
-        texts.append(f"starting from {one_line(at['run'], 80)} ({one_line(trained, 80)}): {_changes(at)}")
+        texts.append(f"starting from {printable(at['run'], 80)} ({printable(trained, 80)}): {_changes(at)}")
     if "transition" in line:
         texts.append(f"step {step}: {_changes(line['transition'])}")
     return texts

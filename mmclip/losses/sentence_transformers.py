@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from mmclip import distributed
 from mmclip.array_files import read_arrays, write_arrays
-from mmclip.config.text import TextTrainSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.text import TextTrainConfig
+from mmclip.errors import UserError, printable
 from mmclip.losses.contrastive import ContrastiveLoss, Positives, weights_by_name
 from mmclip.losses.positives import codes_of, known_by_id
 from mmclip.similarity import TEXT_DIRECTIONS, Direction, Normalization
@@ -34,7 +34,7 @@ TEXT_LOSS_WEIGHTS = {"q2d": 1.0, "d2q": 0.0, "both": 0.5}  # name -> the weight 
 def text_weights(loss: str, q2d_weight: float | None = None) -> dict[Direction, float]:
     """Weights of the two text directions for a loss name and, optionally, another weight of q2d for ``both``.
 
-    Errors: UsageError for an unknown name, a weight outside 0 to 1, or one beside a loss of one direction.
+    Errors: UserError for an unknown name, a weight outside 0 to 1, or one beside a loss of one direction.
 
     >>> {d.value: w for d, w in text_weights("both", 0.75).items()}
     {'q2d': 0.75, 'd2q': 0.25}
@@ -73,11 +73,11 @@ class RoleRankingLoss(nn.Module):
         gather_across_devices: bool = False,
     ) -> None:
         """weights: by direction, q2d alone by default. relevant: int [M, 2], (query id, document id) of every known
-        judgment. Errors: UsageError for other directions, no weight above 0, or ids that are none."""
+        judgment. Errors: UserError for other directions, no weight above 0, or ids that are none."""
         super().__init__()
         weights = text_weights("q2d") if weights is None else dict(weights)
         if not set(weights) <= set(TEXT_DIRECTIONS) or not any(w > 0 for w in weights.values()):
-            raise UsageError(f"weights {dict(weights)}: a weight above 0 of q2d, d2q or both is expected")
+            raise UserError(f"weights {dict(weights)}: a weight above 0 of q2d, d2q or both is expected")
         self.model = model
         self.loss = ContrastiveLoss(weights, norm, positives, scale_init, scale_max, gamma_init, focal, norm_drift)
         self.learn_scale, self.gamma_init, self.gather_across_devices = learn_scale, gamma_init, gather_across_devices
@@ -117,10 +117,10 @@ class RoleRankingLoss(nn.Module):
         return [p for p in self.loss.parameters() if p.requires_grad]
 
     def _columns(self, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The columns that are read: hard negatives only where q2d is trained. Errors: UsageError for one column."""
+        """The columns that are read: hard negatives only where q2d is trained. Errors: UserError for one column."""
         columns = list(sentence_features)
         if len(columns) < 2:
-            raise UsageError(f"{len(columns)} text column: queries and their documents are expected, in this order")
+            raise UserError(f"{len(columns)} text column: queries and their documents are expected, in this order")
         return columns if Direction.Q2D in self.loss.trained else columns[:2]
 
     def _value(self, rows: list[Tensor], labels: Tensor | None) -> Tensor:
@@ -149,7 +149,7 @@ class RoleRankingLoss(nn.Module):
     def _ids(self, labels: Tensor | None, pairs: int, negatives: int) -> list[Tensor]:
         """[query ids [B], document ids [B], the negatives' [K * B] as their rows stand], or [] where there are none.
 
-        Errors: UsageError where judgments are known and the batch has no ids to find them by.
+        Errors: UserError where judgments are known and the batch has no ids to find them by.
         """
         if self.loss.positives is Positives.NONE:
             return []
@@ -159,7 +159,7 @@ class RoleRankingLoss(nn.Module):
         if found and labels is not None and (labels.shape[1] == width or (more and labels.shape[1] > width)):
             return [labels[:, 0], labels[:, 1], labels[:, 2:width].T.reshape(-1)]
         if len(self.relevant):
-            raise UsageError(
+            raise UserError(
                 f"labels of shape {None if labels is None else list(labels.shape)}: judgments are known, so ids are "
                 f"expected: whole numbers [{pairs}, {width}], the query's, the document's and each negative's"
             )
@@ -173,7 +173,7 @@ class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
     def __init__(self, model: nn.Module, *arguments: Any, mini_batch_size: int = 32, **settings: Any) -> None:
         super().__init__(model, *arguments, **settings)
         if has_static_embedding_input(model):
-            raise UsageError("a static embedding's inputs have no rows, so its gradients cannot be cached")
+            raise UserError("a static embedding's inputs have no rows, so its gradients cannot be cached")
         self.mini_batch_size = mini_batch_size
         self._gradients: list[Tensor] = []  # of alpha and gamma, between the loss and its backward pass
 
@@ -207,27 +207,27 @@ class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
 
 def save_loss(loss: RoleRankingLoss, folder: str | Path) -> Path:
     """Write what the loss has learned and seen (alpha, gamma, running lengths) beside a checkpoint of the model, which
-    the trainer saves without it. Errors: UsageError."""
+    the trainer saves without it. Errors: UserError."""
     path = Path(folder) / LOSS_FILE
     write_arrays(path, {name: value.cpu().numpy() for name, value in loss.loss.state_dict().items()})
     return path
 
 
 def load_loss(loss: RoleRankingLoss, folder: str | Path) -> None:
-    """Take back what ``save_loss`` wrote, exactly. Errors: UsageError for a file of another loss, or none."""
+    """Take back what ``save_loss`` wrote, exactly. Errors: UserError for a file of another loss, or none."""
     path = Path(folder) / LOSS_FILE
     state = loss.loss.state_dict()
     found = {name: torch.from_numpy(array) for name, array in read_arrays(path).items()}
     if {n: v.shape for n, v in found.items()} != {n: v.shape for n, v in state.items()}:
-        raise UsageError(
-            f"{one_line(path)}: the state of another loss: it has {one_line(', '.join(sorted(found)))}; "
+        raise UserError(
+            f"{printable(path)}: the state of another loss: it has {printable(', '.join(sorted(found)))}; "
             f"{', '.join(sorted(state))} was expected"
         )
     loss.loss.load_state_dict(found)
 
 
 @torch.no_grad()
-def text_facts(loss: RoleRankingLoss, settings: TextTrainSettings) -> dict[str, Any]:
+def text_facts(loss: RoleRankingLoss, settings: TextTrainConfig) -> dict[str, Any]:
     """What a trained text model says of itself, as plain values: see mmclip.models.metadata.trained_with."""
     inner, similarity = loss.loss, loss.loss.similarity
     gamma_q, gamma_d = (float(g) for g in similarity.exponents)

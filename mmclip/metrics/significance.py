@@ -99,7 +99,7 @@ def against_first(values: Sequence[NDArray[Any]], *, flips: int = FLIPS, seed: i
 
 def significance(runs: Mapping[str, Results], scoring: str = NATIVE, metric: str = "ndcg@10") -> dict[str, Json]:
     """:func:`against_first` of finished text runs (q2d), the first being what the others are measured against: name of
-    every other -> its answer. Errors: UsageError where the runs were not evaluated on the same data."""
+    every other -> its answer. Errors: UserError where the runs were not evaluated on the same data."""
     first, *others = runs.values()
     for other in others:
         same_data(first, other)

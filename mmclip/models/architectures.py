@@ -10,7 +10,7 @@ import open_clip
 import torch
 from safetensors import safe_open
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -19,7 +19,7 @@ def architecture_of(path: Path) -> str:
     """The one open_clip model name whose sizes are the checkpoint's. Nothing in the file is run.
 
     Only open_clip's own transformers can be told: sizes that timm or Hugging Face define stand in no config here.
-    Errors: UsageError where the file cannot be read, or fits no architecture, or several (they differ in what has no
+    Errors: UserError where the file cannot be read, or fits no architecture, or several (they differ in what has no
     weights, as quickgelu and gelu do).
     """
     shapes = _shapes(path)
@@ -27,9 +27,9 @@ def architecture_of(path: Path) -> str:
     if len(fits) == 1:
         return fits[0]
     told = f"its sizes fit {', '.join(fits)}" if fits else "its sizes fit none of open_clip's own transformers"
-    raise UsageError(
-        f"--model {one_line(path)}: a checkpoint file does not name its architecture, and {told}; name it: --model "
-        f"{fits[0] if fits else 'NAME'} --pretrained {one_line(path)}"
+    raise UserError(
+        f"--model {printable(path)}: a checkpoint file does not name its architecture, and {told}; name it: --model "
+        f"{fits[0] if fits else 'NAME'} --pretrained {printable(path)}"
     )
 
 
@@ -44,10 +44,10 @@ def _shapes(path: Path) -> Shapes:
             state = state.get("state_dict", state)
             found = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, torch.Tensor)}
     except pickle.UnpicklingError:  # torch's advice would be to run it
-        raise UsageError(f"--model {one_line(path)}: not a file of plain tensors") from None
+        raise UserError(f"--model {printable(path)}: not a file of plain tensors") from None
     except Exception as error:  # a file of any kind may stand there
-        raise UsageError(
-            f"--model {one_line(path)}: not a checkpoint that can be read: {one_line(error, 240)}"
+        raise UserError(
+            f"--model {printable(path)}: not a checkpoint that can be read: {printable(error, 240)}"
         ) from None
     found = {k.removeprefix("module."): shape for k, shape in found.items()}
     # CustomTextCLIP keeps its text tower under "text."

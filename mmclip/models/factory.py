@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmclip.config.files import nearest
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.models.model_names import WEIGHT_FILES, check_model, check_sizes, read_facts, read_model_config, refuse_coca
 from mmclip.models.pixels import Pixels
 from mmclip.models.towers import Towers
@@ -74,7 +74,7 @@ class Model:
             transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**given))
             transform(Image.new("RGB", (64, 64)))
         except Exception as error:  # whatever torchvision and timm raise for numbers that they cannot use
-            raise UsageError(f"--aug-cfg {one_line(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
+            raise UserError(f"--aug-cfg {printable(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
         return transform
 
     def tokens(self, captions: list[str]) -> Tensor:
@@ -100,7 +100,7 @@ def build_model(
     """Any open_clip model by name, model config JSON, or ``local-dir:FOLDER``, on the CPU in float32.
 
     pretrained: an open_clip tag or a checkpoint file (read as plain tensors; a pickle never runs). image_trunk: a timm
-    state dict. text_trunk: a Hugging Face folder for trunk and tokenizer. Errors: UsageError, one line.
+    state dict. text_trunk: a Hugging Face folder for trunk and tokenizer. Errors: UserError, one line.
     """
     check_model(model, pretrained)
     config, folder = _find_config(model)
@@ -109,15 +109,15 @@ def build_model(
         config["model_cfg"]["text_cfg"]["context_length"] = force_context_length
     if force_image_size is not None:
         config["model_cfg"]["vision_cfg"]["image_size"] = force_image_size
-    check_sizes(f"--model {one_line(model)}", config["model_cfg"])
+    check_sizes(f"--model {printable(model)}", config["model_cfg"])
     tag = _known_tag(model, pretrained)
     if pretrained and not tag and not Path(pretrained).is_file():
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none for this model"
-        raise UsageError(f"--pretrained {one_line(pretrained)}: neither a file nor a tag of {model}; tags: {tags}")
+        raise UserError(f"--pretrained {printable(pretrained)}: neither a file nor a tag of {model}; tags: {tags}")
     text_cfg = config["model_cfg"]["text_cfg"]
     if text_trunk is not None:
         if "hf_model_name" not in text_cfg:
-            raise UsageError(f"--text-trunk {one_line(text_trunk)}: {model} has no Hugging Face text tower")
+            raise UserError(f"--text-trunk {printable(text_trunk)}: {model} has no Hugging Face text tower")
         text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = str(Path(text_trunk).resolve())
     elif folder is not None and text_cfg.get("hf_model_name") == ".":
         text_cfg["hf_model_name"] = str(folder.resolve())  # an mmclip export carries its text config along
@@ -134,7 +134,7 @@ def build_model(
                 force_context_length=force_context_length,
             )
         except Exception as error:  # open_clip, timm and transformers check little of what a config says
-            raise UsageError(f"--model {one_line(model)}: open_clip cannot build it: {_why(error)}") from None
+            raise UserError(f"--model {printable(model)}: open_clip cannot build it: {_why(error)}") from None
     clip.float()  # many trunks are stored as float16
     loaded_scale = None
     checkpoint = _checkpoint(model, tag, pretrained, folder)
@@ -149,14 +149,14 @@ def build_model(
         loaded_scale,
         read_facts(folder) if folder is not None else {},
     )
-    _try_out(built, f"--model {one_line(model)}" + (f" --pretrained {one_line(pretrained)}" if pretrained else ""))
+    _try_out(built, f"--model {printable(model)}" + (f" --pretrained {printable(pretrained)}" if pretrained else ""))
     return built
 
 
 @torch.no_grad()
 def _try_out(model: Model, name: str) -> None:
     """One picture and one text through both towers: a config may be whole and its parts not fit together (heads that
-    do not divide a width, a patch larger than a picture, fewer embeddings than tokens). Errors: UsageError."""
+    do not divide a width, a patch larger than a picture, fewer embeddings than tokens). Errors: UserError."""
     training, stock, text_cfg = model.towers.training, model.tokenize.stock, model.towers.model_cfg["text_cfg"]
     model.towers.eval()
     try:
@@ -172,18 +172,18 @@ def _try_out(model: Model, name: str) -> None:
         if image.shape != text.shape:
             raise ValueError(f"image and text features differ in shape: {list(image.shape)}, {list(text.shape)}")
     except Exception as error:  # any of its parts may be what does not fit
-        raise UsageError(f"{name}: cannot be run: {_why(error)}") from None
+        raise UserError(f"{name}: cannot be run: {_why(error)}") from None
     finally:
         model.towers.train(training)
     if not (image.norm().isfinite() and text.norm().isfinite()):  # a length is what all scores are made of
-        raise UsageError(f"{name}: features whose length is not finite: its weights or its preprocessing are damaged")
+        raise UserError(f"{name}: features whose length is not finite: its weights or its preprocessing are damaged")
 
 
 def _why(error: Exception, limit: int = 300) -> str:
     """An assertion may say nothing, torch's advice on a pickle is to run it, and on a damaged zip it has much more."""
     if isinstance(error, pickle.UnpicklingError):
         return "not a file of plain tensors"
-    return one_line(str(error).partition(" This is an internal miniz error")[0] or type(error).__name__, limit)
+    return printable(str(error).partition(" This is an internal miniz error")[0] or type(error).__name__, limit)
 
 
 def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
@@ -193,8 +193,8 @@ def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
         return config, Path(model.removeprefix("local-dir:")) if model.startswith("local-dir:") else None
     model_cfg = open_clip.get_model_config(model.replace("/", "-"))
     if model_cfg is None:
-        raise UsageError(
-            f"--model {one_line(model)}: unknown to open_clip{nearest(model, open_clip.list_models())} "
+        raise UserError(
+            f"--model {printable(model)}: unknown to open_clip{nearest(model, open_clip.list_models())} "
             "(or a model config JSON, or local-dir:FOLDER)"
         )
     return {"model_cfg": model_cfg, "preprocess_cfg": {}}, None
@@ -211,8 +211,8 @@ def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder:
             with _quiet():
                 return Path(open_clip.download_pretrained(tag))
         except Exception as error:  # whatever the hub client raises: no network, no access, no such revision
-            raise UsageError(
-                f"--pretrained {one_line(pretrained)}: its weights could not be fetched for {model}: {one_line(error)}"
+            raise UserError(
+                f"--pretrained {printable(pretrained)}: its weights could not be fetched for {model}: {printable(error)}"
             ) from None
     if pretrained:
         return Path(pretrained)
@@ -220,12 +220,12 @@ def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder:
         for name in WEIGHT_FILES:
             if (folder / name).is_file():
                 return folder / name
-        raise UsageError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")
+        raise UserError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")
     return None
 
 
 def _load_clip(clip: torch.nn.Module, path: Path) -> float:
-    """Every weight from a checkpoint; returns its scale. Errors: UsageError."""
+    """Every weight from a checkpoint; returns its scale. Errors: UserError."""
     try:
         with _quiet():
             open_clip.load_checkpoint(clip, str(path), strict=True, weights_only=True, device="cpu")
@@ -233,7 +233,7 @@ def _load_clip(clip: torch.nn.Module, path: Path) -> float:
         if not 0 < scale < math.inf:
             raise ValueError(f"its logit_scale is the logarithm of {scale}")
     except Exception as error:  # pickle, safetensors and shape errors of every kind mean the same to the user
-        raise UsageError(f"{path}: not a checkpoint of this model: {_why(error, 240)}") from None
+        raise UserError(f"{path}: not a checkpoint of this model: {_why(error, 240)}") from None
     return scale
 
 
@@ -241,7 +241,7 @@ def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
     """timm weights into the image trunk: every tensor of the trunk must be there; a classifier may be left over."""
     trunk = getattr(clip.visual, "trunk", None)
     if trunk is None:
-        raise UsageError(f"--image-trunk {path}: this model's image tower is not a timm model")
+        raise UserError(f"--image-trunk {path}: this model's image tower is not a timm model")
     try:
         if path.suffix == ".safetensors":
             state = load_file(str(path))
@@ -250,10 +250,10 @@ def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
             state = state.get("state_dict", state)
         missing, unexpected = trunk.load_state_dict(state, strict=False)
     except Exception as error:  # a file of any kind may stand there
-        raise UsageError(f"--image-trunk {path}: not loadable: {_why(error, 240)}") from None
+        raise UserError(f"--image-trunk {path}: not loadable: {_why(error, 240)}") from None
     unexpected = [k for k in unexpected if not k.startswith(("classifier.", "fc.", "head.", "head_dist."))]
     if missing or unexpected:
-        raise UsageError(
+        raise UserError(
             f"--image-trunk {path}: does not fit {type(trunk).__name__}: {len(missing)} tensors missing "
             f"{missing[:2]}, {len(unexpected)} left over {unexpected[:2]}"
         )
@@ -277,7 +277,7 @@ def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Tok
             )
             return Tokenizer(stock)
     except Exception as error:  # its files and its arguments are of whoever made the model
-        raise UsageError(f"the tokenizer {one_line(name or model)} cannot be loaded: {_why(error)}") from None
+        raise UserError(f"the tokenizer {printable(name or model)} cannot be loaded: {_why(error)}") from None
 
 
 @contextlib.contextmanager

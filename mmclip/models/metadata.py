@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmclip import __version__
-from mmclip.config.loss import LossSettings
+from mmclip.config.loss import LossConfig
 from mmclip.losses.contrastive import ContrastiveLoss, direction_weights
 from mmclip.models.model_names import WEIGHT_FILES, export_folder, read_facts
 from mmclip.similarity import Direction
@@ -24,9 +24,7 @@ def main_direction(loss: ContrastiveLoss) -> Direction:
 
 
 @torch.no_grad()
-def trained_with(
-    loss: ContrastiveLoss, settings: LossSettings, initial: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def trained_with(loss: ContrastiveLoss, settings: LossConfig, initial: dict[str, Any] | None = None) -> dict[str, Any]:
     """Loss, lambda, normalization, exponents by role and scale by direction, as plain values; the curriculum's settings
     where they were used, and what the run started from (``initial``) where that was another.
 
@@ -52,7 +50,7 @@ def trained_with(
     return facts | curriculum_facts(settings) | ({"initial": initial} if initial else {})
 
 
-def curriculum_facts(settings: LossSettings) -> dict[str, Any]:
+def curriculum_facts(settings: LossConfig) -> dict[str, Any]:
     """The curriculum's settings that say something: those of a schedule that there is, and what is not off."""
     names = {
         "none": (),

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 
 _HERE = Path(__file__).resolve().parent.parent
 CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"  # installed, or a checkout
@@ -36,14 +36,14 @@ MAX_PATCHES = 16_384  # attention costs their square
 
 
 def check_model(model: str, pretrained: str | None) -> None:
-    """What can be said of a model's name without loading anything. Errors: UsageError.
+    """What can be said of a model's name without loading anything. Errors: UserError.
 
     Registered names and tags are open_clip's to check (mmclip.models.towers does, before any weight is read).
     """
     config = read_model_config(model)
     refuse_coca(model, config["model_cfg"] if config else {})
     if pretrained is not None and names_a_file(pretrained) and not Path(pretrained).is_file():
-        raise UsageError(f"--pretrained {one_line(pretrained)}: no such file")
+        raise UserError(f"--pretrained {printable(pretrained)}: no such file")
 
 
 def names_a_file(pretrained: str) -> bool:
@@ -54,8 +54,8 @@ def names_a_file(pretrained: str) -> bool:
 def refuse_coca(model: str, config: dict[str, Any]) -> None:
     """CoCa's caption decoder would stay untrained beside a contrastive loss alone: say so instead of half-training."""
     if "multimodal_cfg" in config or model.lower().startswith("coca"):
-        raise UsageError(
-            f"--model {one_line(model)}: CoCa models are not supported (mmclip trains the two contrastive "
+        raise UserError(
+            f"--model {printable(model)}: CoCa models are not supported (mmclip trains the two contrastive "
             "towers, never a caption decoder); take a CLIP or SigLIP model"
         )
 
@@ -63,14 +63,14 @@ def refuse_coca(model: str, config: dict[str, Any]) -> None:
 def read_model_config(model: str) -> dict[str, Any] | None:
     """{"model_cfg", "preprocess_cfg"} of a ``local-dir:FOLDER`` or a model config JSON; None for any other name.
 
-    Errors: UsageError for a file that is not there or is no config, or whose sizes no model has.
+    Errors: UserError for a file that is not there or is no config, or whose sizes no model has.
     """
     if model.startswith("local-dir:"):
         path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
         if not path.is_file():
-            raise UsageError(f"--model {one_line(model)}: {path} does not exist")
+            raise UserError(f"--model {printable(model)}: {path} does not exist")
     elif model.startswith("hf-hub:"):
-        raise UsageError(f"--model {one_line(model)}: download the repository and name its folder, local-dir:FOLDER")
+        raise UserError(f"--model {printable(model)}: download the repository and name its folder, local-dir:FOLDER")
     elif model.endswith(".json"):
         path = find_model_config(model)
     else:
@@ -87,7 +87,7 @@ def read_model_config(model: str) -> dict[str, Any] | None:
         ("text_cfg", "hf_tokenizer_name"),
     ):
         if not isinstance(value := config["model_cfg"][side].get(name), str | None):
-            raise UsageError(f"{path}: {name} is {shown(value)}, not a name")
+            raise UserError(f"{path}: {name} is {shown(value)}, not a name")
     check_sizes(str(path), config["model_cfg"])
     return config
 
@@ -96,35 +96,35 @@ def _check_objects(path: Path, config: dict[str, Any], names: tuple[str, ...]) -
     for name in names:
         if not isinstance(config.get(name), dict):
             found = f"is {shown(config[name])}, not an object" if name in config else "is missing"
-            raise UsageError(f"{path}: not an open_clip model config: {name} {found}")
+            raise UserError(f"{path}: not an open_clip model config: {name} {found}")
 
 
 def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
-    """Refuse a model of impossible sizes before anything of its size is asked of the memory. Errors: UsageError."""
+    """Refuse a model of impossible sizes before anything of its size is asked of the memory. Errors: UserError."""
     if "embed_dim" not in model_cfg:
-        raise UsageError(f"{where}: not an open_clip model config: embed_dim is missing")
+        raise UserError(f"{where}: not an open_clip model config: embed_dim is missing")
     vision, text = model_cfg["vision_cfg"], model_cfg["text_cfg"]
     for part in (model_cfg, vision, text):
         for name in part.keys() & MAX_SIZES.keys():
             listed = part is vision and isinstance(part[name], list)
             if listed and name != "layers" and (name != "image_size" or len(part[name]) != 2):
-                raise UsageError(f"{where}: {name} is a list: expected a number, or [height, width] of an image")
+                raise UserError(f"{where}: {name} is a list: expected a number, or [height, width] of an image")
             for value in part[name] if listed else [part[name]]:
                 if value is not None:  # null: not said; open_clip's ResNets have no patch_size
                     _check_size(where, name, value)
     patches, weights = _patches_and_weights(model_cfg)
     if patches > MAX_PATCHES:
-        raise UsageError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
+        raise UserError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
     gigabytes = 4 * weights / 1e9
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     if gigabytes > there:
-        raise UsageError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {there:,.0f} GB")
+        raise UserError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {there:,.0f} GB")
 
 
 def _check_size(where: str, name: str, value: Any) -> None:
     kind, kinds = ("number above 0, at most", int | float) if name == "mlp_ratio" else ("whole number from 1 to", int)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= MAX_SIZES[name]:
-        raise UsageError(f"{where}: {name} is {shown(value)}: expected a {kind} {MAX_SIZES[name]:,}")
+        raise UserError(f"{where}: {name} is {shown(value)}: expected a {kind} {MAX_SIZES[name]:,}")
 
 
 def _patches_and_weights(model_cfg: dict[str, Any]) -> tuple[int, float]:
@@ -157,16 +157,16 @@ def find_model_config(model: str) -> Path:
         if candidate.is_file():
             return candidate
     shipped = ", ".join(sorted(p.name for p in (CONFIGS / "models").glob("*.json")))
-    raise UsageError(f"--model {one_line(model)}: no such file; shipped model configs: {shipped}")
+    raise UserError(f"--model {printable(model)}: no such file; shipped model configs: {shipped}")
 
 
 def export_folder(run: str) -> Path:
-    """The model folder of --init-from: a finished run's, or itself. Errors: UsageError."""
+    """The model folder of --init-from: a finished run's, or itself. Errors: UserError."""
     for folder in (Path(run) / "model", Path(run)):
         if (folder / "open_clip_config.json").is_file():
             return folder
-    raise UsageError(
-        f"--init-from {one_line(run)}: no model there: the folder of a finished run, or its model folder, is expected "
+    raise UserError(
+        f"--init-from {printable(run)}: no model there: the folder of a finished run, or its model folder, is expected "
         "(one with open_clip_config.json)"
     )
 
@@ -174,7 +174,7 @@ def export_folder(run: str) -> Path:
 def read_facts(folder: Path) -> dict[str, Any]:
     """mmclip.json of an export, {} for a folder without it.
 
-    Errors: UsageError where a value that others compute with is not what it should be.
+    Errors: UserError where a value that others compute with is not what it should be.
     """
     path = folder / "mmclip.json"
     if not path.is_file():
@@ -183,7 +183,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def check_facts(facts: dict[str, Any], where: str) -> dict[str, Any]:
-    """The facts as they are. Errors: UsageError naming ``where`` they stand, for a value of the wrong kind."""
+    """The facts as they are. Errors: UserError naming ``where`` they stand, for a value of the wrong kind."""
     for name, value in facts.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         expected = ""
@@ -194,12 +194,12 @@ def check_facts(facts: dict[str, Any], where: str) -> dict[str, Any]:
         elif name in _FACT_TEXTS and not isinstance(value, str):
             expected = "a text"
         if expected:
-            raise UsageError(f"{where}: {one_line(name, 60)} is {shown(value)}: expected {expected}")
+            raise UserError(f"{where}: {printable(name, 60)} is {shown(value)}: expected {expected}")
     return facts
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object with finite numbers. Errors: UsageError naming the file."""
+    """A JSON object with finite numbers. Errors: UserError naming the file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
@@ -207,11 +207,11 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
         loaded = json.loads(content.decode("utf-8"), parse_float=finite, parse_constant=finite)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not readable as JSON: {reason(error)}") from None
+        raise UserError(f"{path}: not readable as JSON: {reason(error)}") from None
     except RecursionError:
-        raise UsageError(f"{path}: not readable as JSON: nested too deep") from None
+        raise UserError(f"{path}: not readable as JSON: nested too deep") from None
     if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: a JSON object is expected, got {shown(loaded)}")
+        raise UserError(f"{path}: a JSON object is expected, got {shown(loaded)}")
     return loaded
 
 
@@ -219,7 +219,7 @@ def finite(text: str) -> float:
     """For json's parse_float and parse_constant. Errors: ValueError for NaN and infinity, which JSON does not have."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{one_line(text, 40)} is not a finite number")
+        raise ValueError(f"{printable(text, 40)} is not a finite number")
     return value
 
 
@@ -227,4 +227,4 @@ def shown(value: Any) -> str:
     """A value of a JSON file in a message: what is nested is named, not written out."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    return one_line(json.dumps(value, ensure_ascii=False), 60)
+    return printable(json.dumps(value, ensure_ascii=False), 60)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.io import write_atomically
 from mmclip.models.model_names import check_facts, read_json
 from mmclip.models.text_weights import cached, find_file, hub_answers, quiet, random_weights, redraw
@@ -88,7 +88,7 @@ class TextModel:
         """Raw vectors of texts in the role "query" or "document": [N, D], float32, on the CPU.
 
         A text that the tokenizer makes no token of has no direction: its vector is 0, and scores 0 with everything.
-        Errors: UsageError where a vector is not finite, naming the first text.
+        Errors: UserError where a vector is not finite, naming the first text.
         """
         prompt = self.prompts.get(role, "")
         void = set() if prompt.strip() else self._without_tokens(texts)
@@ -109,9 +109,9 @@ class TextModel:
             rows[some] = found.float().cpu()
         bad = torch.nonzero(~rows.isfinite().all(dim=1)).flatten()
         if len(bad):
-            raise UsageError(
-                f"--model {one_line(self.name)}: {len(bad)} vectors are not finite, the first of "
-                f"{role} {int(bad[0])}: {one_line(texts[int(bad[0])], 60)}"
+            raise UserError(
+                f"--model {printable(self.name)}: {len(bad)} vectors are not finite, the first of "
+                f"{role} {int(bad[0])}: {printable(texts[int(bad[0])], 60)}"
             )
         return rows
 
@@ -142,15 +142,15 @@ def load_text_model(
 
     pooling: of a plain transformers model, which has none of its own. random_init: architecture and tokenizer are the
     folder's, weights are drawn from ``seed``. keep_normalize leaves Normalize modules where they are. lengths and
-    prompts: by role; None: the model's own. Errors: UsageError, one line.
+    prompts: by role; None: the model's own. Errors: UserError, one line.
     """
     source = resolve_model(name)
     if random_init and not Path(source).is_dir():
-        raise UsageError(f"--model {one_line(name)}: --random-init needs a folder, with a config and a tokenizer in it")
+        raise UserError(f"--model {printable(name)}: --random-init needs a folder, with a config and a tokenizer in it")
     facts, plain = read_text_facts(source), is_plain(source)
     if plain and pooling is None:
-        raise UsageError(
-            f"--model {one_line(name)}: no pooling: a plain transformers model needs --pooling, one of "
+        raise UserError(
+            f"--model {printable(name)}: no pooling: a plain transformers model needs --pooling, one of "
             f"{', '.join(POOLINGS)}"
         )
     # only now: it takes seconds
@@ -176,13 +176,13 @@ def load_text_model(
                     model_kwargs={"dtype": torch.float32},
                 )
         except Exception as error:  # a folder may hold anything, a hub may be away
-            raise UsageError(f"--model {one_line(name)}: cannot be loaded: {one_line(error, 240)}") from None
+            raise UserError(f"--model {printable(name)}: cannot be loaded: {printable(error, 240)}") from None
     if random_init:
         redraw(encoder, seed)
     encoder.float().eval()
     removed, notes = ([], []) if keep_normalize else _take_off_normalize(encoder)
     if missing and not random_init:
-        told = ", ".join(one_line(n, 60) for n in missing[:SHOWN]) + ", …" * (len(missing) > SHOWN)
+        told = ", ".join(printable(n, 60) for n in missing[:SHOWN]) + ", …" * (len(missing) > SHOWN)
         notes.append(f"weights that its files lack were drawn at random ({len(missing)}: {told})")
     prompts = {"query": query_prompt, "document": document_prompt}
     model = TextModel(
@@ -201,7 +201,7 @@ def load_text_model(
 
 def resolve_model(name: str) -> str:
     """A name as it is loaded: of a run of train_text.py its folder ``model``, with ~ written out; a hub name as it is,
-    or its folder in the hub's cache where the hub does not answer. Errors: UsageError where nothing is found."""
+    or its folder in the hub's cache where the hub does not answer. Errors: UserError where nothing is found."""
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     if not (path / "modules.json").is_file() and (path / "model" / "modules.json").is_file():
         path = path / "model"
@@ -210,8 +210,8 @@ def resolve_model(name: str) -> str:
     if not path.exists() and name.count("/") <= 1 and hub_answers(name):
         return name
     if (found := None if path.exists() else cached(name)) is None:
-        raise UsageError(
-            f"--model {one_line(name)}: no such folder, and no model of this name in the hub's cache; the hub does not "
+        raise UserError(
+            f"--model {printable(name)}: no such folder, and no model of this name in the hub's cache; the hub does not "
             "answer"
         )
     return str(found)
@@ -228,10 +228,10 @@ def is_plain(name: str) -> bool:
 def read_text_facts(name: str) -> dict[str, Any]:
     """mmclip.json of a model; {} where there is none.
 
-    Errors: UsageError for one that is no object, or holds a value that others compute with and that is no such number.
+    Errors: UserError for one that is no object, or holds a value that others compute with and that is no such number.
     """
     path = find_file(resolve_model(name), FACTS_FILE)
-    return {} if path is None else check_facts(read_json(path), one_line(path))
+    return {} if path is None else check_facts(read_json(path), printable(path))
 
 
 def save_text_model(model: TextModel, folder: Path, facts: dict[str, Any]) -> None:
@@ -278,13 +278,13 @@ def _own_prompt(encoder: Any, role: str) -> str:
 
 
 def _try_out(model: TextModel) -> None:
-    """A text of each role through the model: its parts may not fit together, or give no vector. Errors: UsageError."""
+    """A text of each role through the model: its parts may not fit together, or give no vector. Errors: UserError."""
     for role in ROLES:
         try:
             model.encode(["a"], role, progress=False)
-        except UsageError:
+        except UserError:
             raise
         except Exception as error:  # any of its parts may be what does not fit
             known = isinstance(error, KeyError) and "sentence_embedding" in str(error)
-            why = "no pooling among its modules, so no vector of a text" if known else one_line(error, 240)
-            raise UsageError(f"--model {one_line(model.name)}: cannot be run: {why}") from None
+            why = "no pooling among its modules, so no vector of a text" if known else printable(error, 240)
+            raise UserError(f"--model {printable(model.name)}: cannot be run: {why}") from None

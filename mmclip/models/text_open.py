@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mmclip.config.text_model import TextModelSettings
-from mmclip.errors import one_line
+from mmclip.config.text_model import TextModelConfig
+from mmclip.errors import printable
 from mmclip.models.text_encoder import ROLES, TextModel, load_text_model
 
 
@@ -22,9 +22,9 @@ def text_precision(asked: str, device: torch.device) -> str:
     return "amp_bf16" if half else "fp32"
 
 
-def open_text_model(settings: TextModelSettings, device: torch.device, keep_normalize: bool = False) -> TextModel:
+def open_text_model(settings: TextModelConfig, device: torch.device, keep_normalize: bool = False) -> TextModel:
     """Texts are cut to what the flags say; else, for what mmclip trained, to what it was trained with. What a person
-    should know of the model goes to stderr. Errors: UsageError, one line."""
+    should know of the model goes to stderr. Errors: UserError, one line."""
     model = load_text_model(
         str(settings.model),
         device,
@@ -44,7 +44,7 @@ def open_text_model(settings: TextModelSettings, device: torch.device, keep_norm
         if model.lengths.get(role) is None and isinstance(length, int) and length > 0:
             model.lengths[role] = length
     for note in model.notes:
-        print(f"warning: {one_line(model.name)}: {one_line(note)}", file=sys.stderr)
+        print(f"warning: {printable(model.name)}: {printable(note)}", file=sys.stderr)
     return model
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models import short_texts
 
 
@@ -85,7 +85,7 @@ class Towers(nn.Module):
     def _head_owner(self, side: str) -> tuple[Any, str]:
         """The module that owns a side's projection head and the head's attribute name.
 
-        Errors: UsageError for a tower whose projection cannot be told from its trunk.
+        Errors: UserError for a tower whose projection cannot be told from its trunk.
         """
         if side == "image":
             visual = self.clip.visual
@@ -99,14 +99,14 @@ class Towers(nn.Module):
                 return module, "proj"
             if getattr(module, "text_projection", None) is not None:
                 return module, "text_projection"
-        raise UsageError(f"this model's {side} tower has no projection head of its own, so it cannot be locked")
+        raise UserError(f"this model's {side} tower has no projection head of its own, so it cannot be locked")
 
     def head_parameter_names(self, side: str) -> set[str]:
         """Names (in ``named_parameters`` of this module) of a side's output projection, which carries the magnitude;
         empty where the tower has none of its own."""
         try:
             owner, name = self._head_owner(side)
-        except UsageError:
+        except UserError:
             return set()
         prefix = next(n for n, m in self.named_modules() if m is owner) + f".{name}"
         return {n for n, _ in self.named_parameters() if n == prefix or n.startswith(prefix + ".")}

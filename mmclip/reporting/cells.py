@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.comparison import compare, scoring_gain
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
@@ -149,7 +149,7 @@ def numbers(runs: Sequence[ReportRun], pool: str, direction: str) -> Table:
 def changes(runs: Sequence[ReportRun]) -> dict[str, dict[str, Table]]:
     """pool -> direction -> every run less the first, paired. {} for a single run.
 
-    Errors: UsageError where the runs were not evaluated on the same data.
+    Errors: UserError where the runs were not evaluated on the same data.
     """
     first, *others = runs
     found = {run.number: compare(first.results, run.results) for run in others}
@@ -188,7 +188,7 @@ def lengths(runs: Sequence[ReportRun], pool: str) -> Table:
                 cells.append(value_cell(section["cohens_d"].get(kind), signed=True))
                 reason = section["cohens_d"].get(f"{kind}_reason")
                 if reason is not None:
-                    reasons.setdefault((kind, one_line(reason)), {}).setdefault(f"|{side}|", []).append(run.name)
+                    reasons.setdefault((kind, printable(reason)), {}).setdefault(f"|{side}|", []).append(run.name)
         rows.append(Row(run.name, cells, run.number))
     notes = []
     for (kind, reason), of in reasons.items():
@@ -215,7 +215,7 @@ def _facts_of(run: ReportRun) -> dict[str, str]:
     for head in ("trained_with", "data", "evaluation", "versions"):
         found |= _flat(run.results.json.get(head) or {}, head)
     found |= {k: run.results.json[k] for k in ("model", "seed") if k in run.results.json}
-    return {one_line(name, 80): _setting_words(value) for name, value in found.items()}
+    return {printable(name, 80): _setting_words(value) for name, value in found.items()}
 
 
 def _flat(section: Any, prefix: str) -> Json:
@@ -232,8 +232,8 @@ def _setting_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
-        return one_line(", ".join(map(str, value)), 200)
-    return one_line(repr(value) if value in ("", "\t") else value, 200)
+        return printable(", ".join(map(str, value)), 200)
+    return printable(repr(value) if value in ("", "\t") else value, 200)
 
 
 def shared_pools(runs: Sequence[ReportRun]) -> list[str]:
@@ -283,7 +283,7 @@ def _minus(number: str) -> str:
 
 def _bank_words(found: Json) -> str:
     words = f"corrected: evidence over a bank of {_setting_words(found.get('bank_size'))}"
-    words += "" if found.get("transductive") else f" ({one_line(found.get('bank'))})"
+    words += "" if found.get("transductive") else f" ({printable(found.get('bank'))})"
     if is_number(found.get("bank_overlap")):
         words += f", {found['bank_overlap']:g} of them in the evaluation, too"
     if found.get("transductive"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.measures import MEASURES, alpha_note, value_at
 from mmclip.reporting.cells import NO, Cell, Row, Table, value_cell
 from mmclip.reporting.source import ReportRun, is_number
@@ -41,7 +41,7 @@ def diagnostics(runs: Sequence[ReportRun], pool: str) -> tuple[Table, Table] | N
     notes = [
         f"Does not exist: {', '.join(labels)}"
         + (f" ({', '.join(who)})" if len(who) < len(heads) else "")
-        + f": {one_line(reason, 200)}."
+        + f": {printable(reason, 200)}."
         for reason, (labels, who) in reasons.items()
     ]
     alpha = alpha_note(dict(zip(heads, sections.values(), strict=True)))
@@ -57,11 +57,11 @@ def _flat(section: Json, prefix: str = "") -> dict[str, Cell]:
     """Every value by the names that lead to it; a value with an interval is one."""
     found: dict[str, Cell] = {}
     for key, value in section.items():
-        name = one_line(f"{prefix}{key}", 120)
+        name = printable(f"{prefix}{key}", 120)
         if isinstance(value, dict) and "ci" not in value:
             found |= _flat(value, f"{name} · ")
         elif isinstance(value, dict | float) or is_number(value):
             found[name] = value_cell(value)
         elif value is not None:
-            found[name] = Cell(one_line(value, 160))
+            found[name] = Cell(printable(value, 160))
     return found

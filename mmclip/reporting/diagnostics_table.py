@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.measures import MEASURES, alpha_note, value_at
 from mmclip.evaluation.results import Results
@@ -32,7 +32,7 @@ def diagnostics_table(results: Results, name: str | None = None, pool: str = MAI
             value, reason = value_at(sections.get(direction.value), path.split())
             cells.append(shown(value))
             if reason is not None:
-                missing.setdefault(f"{label}: {one_line(reason, 200)}", []).append(direction.value)
+                missing.setdefault(f"{label}: {printable(reason, 200)}", []).append(direction.value)
         if any(cell != NONE for cell in cells):
             row(table, [label, *cells, Text(about, style="dim")])
     said = [text if len(where) == len(directions) else f"{text} ({where[0]})" for text, where in missing.items()]

@@ -19,7 +19,7 @@ from PIL import Image
 from mmclip.array_files import SUFFIXES
 from mmclip.data.image_text import BadSample, ImageTextData
 from mmclip.data.shards import open_data
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE
 from mmclip.reporting.plots import data_uri
@@ -93,9 +93,9 @@ def _pictures(run: ReportRun, items: Items) -> tuple[_Pictures | None, str | Non
         return None, f"A file of embeddings holds no pictures: {keys}"
     try:
         return _Pictures.of(run, items), None
-    except (UsageError, OSError) as error:
-        # one_line ends a long message with its own mark; the sentence needs one full stop
-        return None, f"Its evaluation data cannot be opened here, so {keys} Why: {one_line(error).rstrip('.')}."
+    except (UserError, OSError) as error:
+        # printable ends a long message with its own mark; the sentence needs one full stop
+        return None, f"Its evaluation data cannot be opened here, so {keys} Why: {printable(error).rstrip('.')}."
 
 
 @dataclass
@@ -111,17 +111,17 @@ class _Pictures:
 
     @classmethod
     def of(cls, run: ReportRun, items: Items) -> _Pictures:
-        """Errors: UsageError where the data that results.json names are not there, or are others."""
+        """Errors: UserError where the data that results.json names are not there, or are others."""
         about = run.results.json["data"]
         path, split = str(about.get("path")), about.get("split")
         if path.startswith("builtin:"):  # opening them would draw them
-            raise UsageError(f"{path} is not a folder")
+            raise UserError(f"{path} is not a folder")
         names = dict(zip(CSV_SETTINGS, ("dataset_type", "img_key", "caption_key", "separator"), strict=True))
         how = {names[k]: v for k, v in (run.settings or {}).items() if k in names}
         data = open_data(path, None if split is None else str(split), "eval", **how)
         rows = {key: row for row, key in enumerate(data.keys)}
         if not any(key in rows for key in items.image_keys):
-            raise UsageError(f"{one_line(path)} holds none of the pictures that were evaluated")
+            raise UserError(f"{printable(path)} holds none of the pictures that were evaluated")
         return cls(data, rows, items)
 
     def uri(self, image: int) -> str:
@@ -242,5 +242,5 @@ def _answer(
 ) -> Answer:
     if side == "image":
         uri = None if pictures is None else pictures.uri(row)
-        return Answer(True, one_line(items.image_keys[row], 80), uri, relevant, numbers, rank)
-    return Answer(False, one_line(items.captions[row], 220), "", relevant, numbers, rank)
+        return Answer(True, printable(items.image_keys[row], 80), uri, relevant, numbers, rank)
+    return Answer(False, printable(items.captions[row], 220), "", relevant, numbers, rank)

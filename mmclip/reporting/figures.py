@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.reporting.plots import (
     Picture,
@@ -125,7 +125,7 @@ def curve_pictures(runs: Sequence[ReportRun], folder: Path) -> list[Picture]:
 def _main_direction(run: ReportRun) -> str:
     try:
         return trained_directions(run.trained)[0].value
-    except UsageError:
+    except UserError:
         return Direction.I2T.value
 
 

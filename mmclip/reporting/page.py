@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmclip.config.report import ReportSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.report import ReportConfig
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import verdicts
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, Results
@@ -47,14 +47,14 @@ def write_report(
     """Write the page of finished runs (name -> folder or results.json), the first being what others are compared with.
 
     control, baseline: the runs of comparison.verdict. Pictures are written to the folder of the page's name without
-    its ending. Returns ``path``. Errors: UsageError, one line, for runs that cannot be read or were evaluated on
+    its ending. Returns ``path``. Errors: UserError, one line, for runs that cannot be read or were evaluated on
     different data, for a control with nothing to control, and for a place that cannot be written.
     """
     path = Path(path)
     if not runs:
-        raise UsageError("a report needs at least one run")
+        raise UserError("a report needs at least one run")
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
-        raise UsageError(f"{one_line(path)}: the name of an .html file is expected")
+        raise UserError(f"{printable(path)}: the name of an .html file is expected")
     found = read_runs(runs)
     controls, baselines = (load_run(str(p)) if p is not None else None for p in (control, baseline))
     with told_of(", ".join(str(r.folder) for r in found)):
@@ -84,7 +84,7 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
     detailed = runs[:DETAILED]
     settings = tables.settings(runs)
     return {
-        "title": " · ".join(one_line(run.name, 60) for run in runs[:4]) + (" …" if len(runs) > 4 else ""),
+        "title": " · ".join(printable(run.name, 60) for run in runs[:4]) + (" …" if len(runs) > 4 else ""),
         "runs": [_head(run) for run in runs],
         "several": len(runs) > 1,
         "run_colours": RUN_COLOURS,
@@ -116,12 +116,12 @@ def _head(run: ReportRun) -> Json:
     native = run.results.json["evaluation"]["native"]
     return {
         "number": run.number,
-        "name": one_line(run.name, 120),
-        "model": one_line(run.results.json.get("model") or "–", 120),
-        "loss": one_line(trained.get("loss") or "not trained here", 60),
-        "norm": one_line(trained.get("norm") or "cosine", 60),
+        "name": printable(run.name, 120),
+        "model": printable(run.results.json.get("model") or "–", 120),
+        "loss": printable(trained.get("loss") or "not trained here", 60),
+        "norm": printable(trained.get("norm") or "cosine", 60),
         "gammas": ", ".join(f"{g:.2f}" if is_number(g) else "–" for g in (native["gamma_q"], native["gamma_d"])),
-        "seed": one_line(run.results.json.get("seed", "–"), 30),
+        "seed": printable(run.results.json.get("seed", "–"), 30),
     }
 
 
@@ -130,7 +130,7 @@ def _pool(runs: Sequence[ReportRun], pool: str, differences: Json) -> Json:
     place = first.json["data"] if pool == MAIN_POOL else first.json["pools"][pool]
     asked = place["n_queries"]
     return {
-        "name": one_line(pool, 60),
+        "name": printable(pool, 60),
         "about": POOLS.get(pool, "more candidates, which match nothing"),
         "counts": f"{place['n_images']:,} images and {place['n_texts']:,} texts; "
         f"{asked['i2t']:,} images and {asked['t2i']:,} texts ask",
@@ -149,31 +149,31 @@ def _without_curves(runs: Sequence[ReportRun]) -> list[str]:
     }
     found = []
     for trained, reason in reasons.items():
-        names = [one_line(r.name, 120) for r in runs if not r.lines and bool(r.trained.get("loss")) is trained]
+        names = [printable(r.name, 120) for r in runs if not r.lines and bool(r.trained.get("loss")) is trained]
         if names:
             found.append(f"No metrics.jsonl, so no curves: {', '.join(names)} ({reason}).")
     return found
 
 
 def _verdicts(runs: Sequence[ReportRun], control: Results | None, baseline: Results | None) -> list[Json]:
-    """Every verdict's two answers. Errors: UsageError where the control is of no run."""
+    """Every verdict's two answers. Errors: UserError where the control is of no run."""
     if control is None:
         return []
     found = [(run.name, v) for run in runs for v in verdicts(run.results, control, baseline)]
     if not found:
-        raise UsageError(
+        raise UserError(
             "the control is of none of the runs: none has its loss and keeps its documents' length (gamma_d below 1)"
         )
     # a verdict of False is no proof of the opposite
     words = {True: ("yes", "Yes"), False: ("no", "Not shown"), None: ("open", "Open")}
     return [
         {
-            "run": one_line(name, 60),
+            "run": printable(name, 60),
             "main": verdict["pool"] == MAIN_POOL,
             "question": "Was length learned?" if kind == "learned" else "Is length useful?",
             "kind": words[verdict[kind]["verdict"]][0],
             "answer": words[verdict[kind]["verdict"]][1],
-            "place": f"{verdict['direction']}, pool {one_line(verdict['pool'], 40)}",
+            "place": f"{verdict['direction']}, pool {printable(verdict['pool'], 40)}",
             "sentence": _sentence(verdict[kind]["sentence"]),
         }
         for name, verdict in found
@@ -182,16 +182,16 @@ def _verdicts(runs: Sequence[ReportRun], control: Results | None, baseline: Resu
 
 
 def _sentence(text: str) -> str:
-    return one_line(text[:1].upper() + text[1:], 600)
+    return printable(text[:1].upper() + text[1:], 600)
 
 
 def _alarms(run: ReportRun) -> list[str]:
     alarms = run.results.json.get("alarms")
-    return [one_line(text, 600) for text in alarms.values()] if isinstance(alarms, dict) else []
+    return [printable(text, 600) for text in alarms.values()] if isinstance(alarms, dict) else []
 
 
-def write_asked_report(settings: ReportSettings) -> None:
-    """Everything that report.py does. Errors: UsageError, one line."""
+def write_asked_report(settings: ReportConfig) -> None:
+    """Everything that report.py does. Errors: UserError, one line."""
     runs = run_names(settings.runs or [])
     first = Path((settings.runs or [""])[0])
     folder = first if first.is_dir() else first.parent
@@ -199,4 +199,4 @@ def write_asked_report(settings: ReportSettings) -> None:
     page = Path(settings.output) if settings.output is not None else default
     page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, control=settings.control, baseline=settings.baseline)
-    print(f"report: {one_line(page)}")
+    print(f"report: {printable(page)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.seeds import Group, group_by_seed
 from mmclip.reporting.cells import NO, Cell, Row, Table, change_cell
 from mmclip.reporting.formats import rate, span
@@ -26,7 +26,7 @@ def seeds(runs: Sequence[ReportRun], pool: str) -> Table | None:
     for group in groups:
         of = {id(results) for results in group.runs}
         names = ", ".join(run.name for run in runs if id(run.results) in of)
-        rows.append(Row(f"{one_line(group.name, 80)}: {one_line(names, 300)}", []))
+        rows.append(Row(f"{printable(group.name, 80)}: {printable(names, 300)}", []))
         for direction in CLIP_DIRECTIONS:
             rows.append(Row(direction.value, _cells(group, groups[0], pool, direction.value)))
     return Table(f"success@1 over seeds, pool {pool}", ["mean of seeds", *COLUMNS, *GAINS], rows)

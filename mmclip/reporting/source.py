@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.config.flags import read_config
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.runs import load_run
 from mmclip.training.log import METRICS
@@ -55,7 +55,7 @@ class ReportRun:
 
 
 def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
-    """Finished runs by name, a folder or a results.json each. Errors: UsageError, as of ``load_run``."""
+    """Finished runs by name, a folder or a results.json each. Errors: UserError, as of ``load_run``."""
     found = []
     for number, (name, place) in enumerate(runs.items()):
         path = Path(place)
@@ -91,8 +91,8 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return read_config(TrainSettings, path)
-    except (UsageError, OSError):
+        return read_config(TrainConfig, path)
+    except (UserError, OSError):
         return None
 
 
@@ -122,5 +122,5 @@ def data_words(run: ReportRun) -> str:
     """The evaluation data in a few words, their path as results.json has it."""
     data = run.results.json["data"]
     split = data.get("split")
-    path = one_line(data.get("path") or "data without a name", 120)
-    return path if split is None else f"{path} [{one_line(split, 40)}]"
+    path = printable(data.get("path") or "data without a name", 120)
+    return path if split is None else f"{path} [{printable(split, 40)}]"

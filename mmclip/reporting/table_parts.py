@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import Results
 
@@ -49,17 +49,17 @@ def titled(title: object, results: Results | None, pool: str, table: Table) -> G
         column.min_width = max(
             (line.cell_len for c in column.cells if isinstance(c, Text) for line in c.split()), default=0
         )
-    words = f" · pool {one_line(pool, 40)}"
+    words = f" · pool {printable(pool, 40)}"
     if results is not None:
         place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
         asked = ", ".join(f"{n} {d}" for d, n in place["n_queries"].items())
         text = "n_documents" in place
         held = f"{place['n_documents']} documents" if text else f"{place['n_images']} images, {place['n_texts']} texts"
         words += f": {held}; queries {asked}"
-    return Group(Text.assemble((one_line(title, 60), "bold"), one_line(words, 200)), table, Text(""))
+    return Group(Text.assemble((printable(title, 60), "bold"), printable(words, 200)), table, Text(""))
 
 
 def name_cell(name: object) -> Text:
-    text = Text(one_line(name), no_wrap=True)
+    text = Text(printable(name), no_wrap=True)
     text.truncate(NAME_WIDTH, overflow="ellipsis")
     return text

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation import comparison
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
@@ -77,7 +77,7 @@ def _alike(retrieval: Json) -> list[list[str]]:
 def runs_table(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> Group:
     """Several runs: success@1 native and by cosine in both directions, and native's difference to the first run.
 
-    Errors: UsageError where the runs were not evaluated on the same data.
+    Errors: UserError where the runs were not evaluated on the same data.
     """
     first = next(iter(runs.values()))
     table = new_table("run")
@@ -161,7 +161,7 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
                 reason = section["cohens_d"].get(f"{kind}_reason")
                 # Why relevance is balanced or complete is the same story in every pool: told once.
                 if reason is not None and (kind == "topk" or pool == MAIN_POOL):
-                    said.setdefault(f"|{side}| d {kind}: {one_line(reason)}", []).append(name)
+                    said.setdefault(f"|{side}| d {kind}: {printable(reason)}", []).append(name)
     ties = {
         direction.value: max(
             numbers["tied_queries"]
@@ -191,7 +191,7 @@ def notes(runs: Mapping[str, Results], pool: str = MAIN_POOL) -> list[str]:
         told = ", ".join(f"{n} {d}" for d, n in ties.items())
         said[f"tied queries, at most {told}: counted against the model"] = list(runs)
     return [
-        note if len(names) == len(runs) else f"{note} ({', '.join(one_line(n, NAME_WIDTH) for n in names)})"
+        note if len(names) == len(runs) else f"{note} ({', '.join(printable(n, NAME_WIDTH) for n in names)})"
         for note, names in said.items()
     ]
 
@@ -205,7 +205,7 @@ def few_clusters(run: Results, pool: str, direction: str) -> int:
 def _bank(found: Json) -> str:
     own = ", the evaluation's own items, which a real search does not have" if found["transductive"] else ""
     same = f", {found['bank_overlap']} of which the evaluation has, too" if found.get("bank_overlap") else ""
-    return f"corrected: bank {one_line(found['bank'], 80)}, {found['bank_size']} items{own}{same}"
+    return f"corrected: bank {printable(found['bank'], 80)}, {found['bank_size']} items{own}{same}"
 
 
 def print_run(results: Results, name: str | None = None, console: Console | None = None, groups: bool = False) -> None:
@@ -223,7 +223,7 @@ def print_comparison(
 ) -> None:
     """Several runs over the same data, the first being what the others are measured against; then the verdicts.
 
-    Errors: UsageError where the runs were not evaluated on the same data.
+    Errors: UserError where the runs were not evaluated on the same data.
     """
     console = console or make_console()
     for pool in _shared_pools(runs):
@@ -242,7 +242,7 @@ def print_verdict(verdict: Json, console: Console | None = None) -> None:
     for kind in ("learned", "useful"):
         answer = {True: "yes", False: "not shown", None: "open"}[verdict[kind]["verdict"]]
         place = f"{verdict['direction']}, pool {verdict['pool']}"
-        console.print(Text(f"{kind}? {answer} ({one_line(place)}): {one_line(verdict[kind]['sentence'], 600)}"))
+        console.print(Text(f"{kind}? {answer} ({printable(place)}): {printable(verdict[kind]['sentence'], 600)}"))
 
 
 def _print_lengths(runs: Mapping[str, Results], console: Console, groups: bool) -> None:

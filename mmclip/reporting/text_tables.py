@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
 from mmclip.metrics.significance import significance
@@ -66,7 +66,7 @@ def text_lengths_table(runs: Mapping[str, Results]) -> Group:
 def text_runs_table(runs: Mapping[str, Results]) -> Group:
     """Several runs: nDCG@10 native and by cosine, and native's difference to the first with what it is worth.
 
-    Errors: UsageError where the runs were not evaluated on the same data.
+    Errors: UserError where the runs were not evaluated on the same data.
     """
     first = next(iter(runs.values()))
     table = _paired_columns("native", "cosine")
@@ -104,9 +104,9 @@ def _paired_cells(found: Json | None) -> list[str]:
 
 def text_notes(results: Results) -> list[str]:
     """What the tables cannot say: empty documents, numbers that do not exist and why, ties, too few documents."""
-    said = [one_line(note) for note in results.json["data"].get("notes", [])]
+    said = [printable(note) for note in results.json["data"].get("notes", [])]
     effects = results.json["magnitude"]["document"]["cohens_d"]
-    said += [f"|document| d {k}: {one_line(r)}" for k in ("topk", "corpus") if (r := effects.get(f"{k}_reason"))]
+    said += [f"|document| d {k}: {printable(r)}" for k in ("topk", "corpus") if (r := effects.get(f"{k}_reason"))]
     numbers = results.json["retrieval"]["q2d"]
     if few := numbers[NATIVE].get("clamped_k"):
         said.append(f"{results.json['data']['n_documents']} documents: {', '.join(few)} take all of them")
@@ -136,7 +136,7 @@ def encoded_unlike(runs: Mapping[str, Results]) -> str | None:
     if len(set(how.values())) < 2:
         return None
     return "not encoded alike, which is part of the differences: " + "; ".join(
-        f"{one_line(name, 40)}: {one_line(told, 120)}" for name, told in how.items()
+        f"{printable(name, 40)}: {printable(told, 120)}" for name, told in how.items()
     )
 
 
@@ -145,7 +145,7 @@ def print_text_comparison(
 ) -> None:
     """Several runs over the same data, the first being what the others are measured against; then the verdicts.
 
-    Errors: UsageError where the runs were not evaluated on the same data.
+    Errors: UserError where the runs were not evaluated on the same data.
     """
     console = console or make_console()
     console.print(text_runs_table(runs))

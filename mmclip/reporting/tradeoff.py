@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 
@@ -96,7 +96,7 @@ def legend_label(name: str) -> str:
     >>> legend_label("_$x$")
     ' _\\\\$x\\\\$'
     """
-    label = one_line(name, 40).replace("$", r"\$")
+    label = printable(name, 40).replace("$", r"\$")
     return f" {label}" if label.startswith("_") else label
 
 
@@ -157,7 +157,7 @@ def plot_tradeoff(
         handles.append(Line2D([], [], marker="o", linestyle="none", label=label, fillstyle=fill, **face_colours))  # type: ignore[arg-type]
     axes.set_xlabel("text → image, success@1")
     axes.set_ylabel("image → text, success@1")
-    axes.set_title(f"Both directions, pool {one_line(pool, 40)}", loc="left", fontsize=11, color=theme.ink)
+    axes.set_title(f"Both directions, pool {printable(pool, 40)}", loc="left", fontsize=11, color=theme.ink)
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9, labelcolor=theme.ink)
     return write_png(figure, Path(path))
 

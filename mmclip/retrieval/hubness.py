@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Exponents, Normalization, normalize
 
 TRANSDUCTIVE = "transductive"  # the name of the bank that is the evaluation's own items
@@ -61,24 +61,24 @@ class Bank:
 def native_exponents(facts: Mapping[str, Any]) -> Exponents:
     """The exponents that a model was trained with; cosine for a model that says nothing (any plain CLIP).
 
-    facts: mmclip.json. Errors: UsageError for exponents that are no numbers.
+    facts: mmclip.json. Errors: UserError for exponents that are no numbers.
     """
     if not facts:
         return Normalization.COSINE.exponents
     try:
         return Exponents(float(facts["gamma_q"]), float(facts["gamma_d"]))
     except (KeyError, TypeError, ValueError):
-        raise UsageError("mmclip.json holds no numbers gamma_q and gamma_d") from None
+        raise UserError("mmclip.json holds no numbers gamma_q and gamma_d") from None
 
 
 def trained_directions(facts: Mapping[str, Any]) -> tuple[Direction, ...]:
     """The directions whose loss a model minimized; facts: mmclip.json, or "trained_with" of results.json.
 
-    Errors: UsageError where they name no known loss.
+    Errors: UserError where they name no known loss.
     """
     loss = facts.get("loss")
     if loss not in _TRAINED:
-        raise UsageError(f"the run names the loss {one_line(loss)}; a direction needs one of: {', '.join(_TRAINED)}")
+        raise UserError(f"the run names the loss {printable(loss)}; a direction needs one of: {', '.join(_TRAINED)}")
     weight = facts.get("i2t_weight")
     if loss == "sym" and weight in (0, 1) and facts.get("i2t_weight_end", weight) == weight:  # and it never moved
         return (Direction.I2T,) if weight == 1 else (Direction.T2I,)
@@ -122,15 +122,15 @@ def log_evidence(
     """log mean_b exp s(i, b) of every candidate: raw candidate [N, D] and bank [B, D] -> [N] float64.
 
     exponents, alpha: of the trained direction, in which the candidates are queries. Working memory is about
-    ``block_bytes``. Errors: UsageError for another D, an empty bank, or a scale that is not above 0.
+    ``block_bytes``. Errors: UserError for another D, an empty bank, or a scale that is not above 0.
     """
     if bank.ndim != 2 or not len(bank) or bank.shape[1] != candidate.shape[-1]:
-        raise UsageError(
+        raise UserError(
             f"a bank of shape {list(bank.shape)} for candidates of shape {list(candidate.shape)}: at least one row and "
             "their dimension are needed"
         )
     if not alpha > 0:
-        raise UsageError(f"alpha {alpha}: the correction needs a scale above 0")
+        raise UserError(f"alpha {alpha}: the correction needs a scale above 0")
     b = normalize(bank.double(), exponents.gamma_d).T * alpha
     found = candidate.new_empty(len(candidate), dtype=torch.float64)
     rows = max(1, block_bytes // (8 * 3 * len(bank)))  # scores, and what logsumexp makes of them

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.retrieval.sides import Side
 
 Array = NDArray[Any]
@@ -21,14 +21,14 @@ Array = NDArray[Any]
 def group_pairs(pairs: Tensor | Array, n_queries: int, n_documents: int) -> tuple[Array, Array, Array]:
     """(queries [Q], offsets [Q + 1], documents [P]) of pairs [P, 2] of (query row, document row); repeats count once.
 
-    Errors: UsageError for a pair outside the rows, or no pair at all.
+    Errors: UserError for a pair outside the rows, or no pair at all.
 
     >>> group_pairs(np.array([[3, 1], [0, 2], [3, 0], [3, 1]]), 4, 3)
     (array([0, 3]), array([0, 1, 3]), array([2, 0, 1]))
     """
     pairs = np.asarray(pairs, dtype=np.int64)
     if pairs.ndim != 2 or pairs.shape[1:] != (2,) or len(pairs) == 0:
-        raise UsageError(
+        raise UserError(
             f"relevance pairs of shape {list(pairs.shape)}: at least one (query row, document row) pair is needed, "
             "as an array of shape [P, 2]"
         )
@@ -36,7 +36,7 @@ def group_pairs(pairs: Tensor | Array, n_queries: int, n_documents: int) -> tupl
         outside = (pairs[:, column] < 0) | (pairs[:, column] >= n)
         if outside.any():
             at = int(outside.argmax())
-            raise UsageError(
+            raise UserError(
                 f"relevance pair {at} names {name} row {int(pairs[at, column])}; valid rows are 0 to {n - 1}"
             )
     code = np.unique(pairs[:, 0] * n_documents + pairs[:, 1])
@@ -100,13 +100,13 @@ class Judged:
     ) -> Judged:
         """pairs [P, 2] of (query row, document row), gains [P] or None for 1; of repeated pairs the largest gain.
 
-        Errors: UsageError as :func:`group_pairs`, and for gains that are not above 0.
+        Errors: UserError as :func:`group_pairs`, and for gains that are not above 0.
         """
         pairs = np.asarray(pairs)
         queries, offsets, documents = group_pairs(pairs, n_queries, n_documents)
         given = np.ones(len(pairs)) if gains is None else np.asarray(gains, dtype=np.float64)
         if given.shape != (len(pairs),) or not (np.isfinite(given) & (given > 0)).all():
-            raise UsageError(
+            raise UserError(
                 f"gains of shape {list(given.shape)} for {len(pairs)} relevance pairs: one finite number above 0 for "
                 "each is needed; leave out what is irrelevant"
             )
@@ -119,7 +119,7 @@ class Judged:
         """(these pairs and the ``excluded`` [X, 2] of their queries, which of them [P + X] are excluded).
 
         To count them as relevant documents is to know their places; :meth:`only` takes them out again.
-        Errors: UsageError for a row outside, or where an excluded document is relevant.
+        Errors: UserError for a row outside, or where an excluded document is relevant.
         """
         more = np.asarray(excluded, dtype=np.int64)
         group_pairs(more, n_queries, self.n_documents)  # rows that exist
@@ -131,7 +131,7 @@ class Judged:
         if len(both.documents) < len(own) + len(more):
             code = own[:, 0] * self.n_documents + own[:, 1]
             query, document = more[np.isin(more[:, 0] * self.n_documents + more[:, 1], code)][0]
-            raise UsageError(f"document row {document} is relevant to query row {query} and excluded for it")
+            raise UserError(f"document row {document} is relevant to query row {query} and excluded for it")
         code = both.pair_queries * self.n_documents + both.documents
         return both, np.isin(code, more[:, 0] * self.n_documents + more[:, 1])
 

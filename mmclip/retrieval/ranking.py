@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.retrieval.qrels import Judged
 from mmclip.retrieval.rank_blocks import Asked, Progress, Ranked, count_tiles
 from mmclip.retrieval.sides import Scoring, Side, exact_dots, inverse, lengths
@@ -99,7 +99,7 @@ def rank(
     nor counted in its ranks; no list is then longer than the documents that are left to any query.
     progress: called with (scores done, scores in all) after each tile.
     Memory beside the vectors and the result is about ``block_bytes``.
-    Errors: UsageError for embeddings that are not finite or whose D differ, and for unusable pairs or gains; also where
+    Errors: UserError for embeddings that are not finite or whose D differ, and for unusable pairs or gains; also where
     a relevant document is excluded.
 
     >>> from mmclip.similarity import Normalization
@@ -145,7 +145,7 @@ def _rank(
     excluded: Array | None = None,
 ) -> list[dict[str, Ranking]]:
     if query.ndim != 2 or document.ndim != 2 or query.shape[1] != document.shape[1]:
-        raise UsageError(
+        raise UserError(
             f"embeddings of shapes {list(query.shape)} and {list(document.shape)}: "
             "queries [Q, D] and documents [N, D] must share D"
         )

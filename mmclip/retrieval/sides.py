@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.similarity import TINY
 
 _AT_ONCE = 2**17  # numbers gathered at once: they stay in the cache
@@ -28,14 +28,14 @@ Array = NDArray[Any]
 def lengths(x: Tensor, side: str) -> Tensor:
     """Euclidean length of each row of x [N, D] in float64: [N].
 
-    Errors: UsageError naming the first row of ``side`` that holds a NaN or an infinity.
+    Errors: UserError naming the first row of ``side`` that holds a NaN or an infinity.
     """
     found = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in x.split(4096)]
     length = torch.cat(found) if found else x.new_zeros(0, dtype=torch.float64)
     bad = ~torch.isfinite(length)
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
-        raise UsageError(
+        raise UserError(
             f"{side} embeddings: row {row} holds NaN or infinity, or numbers too large to have a length "
             f"({int(bad.sum())} of {len(x)} rows do); every value must be finite"
         )

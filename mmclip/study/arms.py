@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.evaluation.results import Results
 from mmclip.similarity import Direction
 
@@ -35,7 +35,7 @@ class Arm:
     """
 
     name: str
-    settings: TrainSettings
+    settings: TrainConfig
     runs: Mapping[int, Results]
     logs: Mapping[int, list[Json]]
     starts: Mapping[int, Json]

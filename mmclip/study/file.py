@@ -27,8 +27,8 @@ from mmclip.config.files import (
     text_of,
 )
 from mmclip.config.flags import whole_number
-from mmclip.config.study import StudySettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.study import StudyConfig
+from mmclip.errors import UserError, printable
 from mmclip.study.kinds import CLIP, KINDS, Kind
 
 Json = dict[str, Any]
@@ -50,8 +50,8 @@ class StudyFile:
     seeds: dict[str, list[int]]
 
 
-def read_study(settings: StudySettings) -> StudyFile:
-    """The file of --config with --set over it, over its arms too, and --seeds. Errors: UsageError, one line."""
+def read_study(settings: StudyConfig) -> StudyFile:
+    """The file of --config with --set over it, over its arms too, and --seeds. Errors: UserError, one line."""
     path = find_config(settings.config, CONFIGS, study=True)
     kind, own, rest = _top(path)
     title = _text(own["title"], f"{path}: title") if "title" in own else path.stem.replace("_", " ")
@@ -76,14 +76,14 @@ def _top(path: Path) -> tuple[Kind, dict[str, yaml.Node], list[tuple[yaml.Node, 
     for key, node in pairs:
         name = name_of(key)
         if name in own:
-            raise UsageError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
+            raise UserError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
         if name in _OF_A_STUDY:
             own[name] = node
         elif name in fields:
             rest.append((key, node))
         else:
             valid = [*_OF_A_STUDY, *(f for f in fields if f not in kind.ours)]
-            raise UsageError(f"{path}: unknown setting {one_line(name, 100)!r}{nearest(name[:100], valid)}")
+            raise UserError(f"{path}: unknown setting {printable(name, 100)!r}{nearest(name[:100], valid)}")
     return kind, own, rest
 
 
@@ -92,7 +92,7 @@ def _kind(path: Path, nodes: Sequence[yaml.Node]) -> Kind:
         return CLIP
     script = _text(nodes[0], f"{path}: script")
     if script not in KINDS:
-        raise UsageError(f"{path}: script {one_line(script, 60)!r} is not one of {', '.join(KINDS)}")
+        raise UserError(f"{path}: script {printable(script, 60)!r} is not one of {', '.join(KINDS)}")
     return KINDS[script]
 
 
@@ -109,7 +109,7 @@ def _base(kind: Kind, path: Path, node: yaml.Node | None) -> Json:
 def _text(node: yaml.Node, where: str) -> str:
     text = "" if is_null(node) else text_of(node, where).strip()
     if not text:
-        raise UsageError(f"{where} is a text, got {'null' if is_null(node) else 'an empty one'}")
+        raise UserError(f"{where} is a text, got {'null' if is_null(node) else 'an empty one'}")
     return text
 
 
@@ -120,7 +120,7 @@ def _overrides(kind: Kind, texts: Sequence[str]) -> Json:
         key, value = text.split("=", 1)
         node = yaml.ScalarNode("tag:yaml.org,2002:str", key)
         if name_of(node) in [name_of(k) for k, _ in pairs]:
-            raise UsageError(f"--set: {one_line(key, 100)} is set twice")
+            raise UserError(f"--set: {printable(key, 100)} is set twice")
         pairs.append((node, _node(kind.fields.get(name_of(node)), value)))
     values = converted(kind.settings, pairs, _SET)
     _refuse_ours(kind, values, _SET)
@@ -141,12 +141,12 @@ def _refuse_ours(kind: Kind, names: Iterable[str], where: Path) -> None:
         if name in kind.ours:
             of_seeds = "; give --seeds" if where == _SET else "; give seeds"
             instead = {"seed": of_seeds, "name": "; an arm's name is its own"}.get(name, "")
-            raise UsageError(f"{where}: {name} is set by the study for each of its runs{instead}")
+            raise UserError(f"{where}: {name} is set by the study for each of its runs{instead}")
 
 
 def _require_few(runs: int, where: Path) -> None:
     if runs > MAX_RUNS:
-        raise UsageError(f"{where}: {runs:,} runs, more than {MAX_RUNS:,}")
+        raise UserError(f"{where}: {runs:,} runs, more than {MAX_RUNS:,}")
 
 
 def _seeds(node: yaml.Node, where: Path) -> list[int]:
@@ -156,7 +156,7 @@ def _seeds(node: yaml.Node, where: Path) -> list[int]:
     except Exception:  # argparse's own kind, or a node that is no number
         seeds = []
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UsageError(f"{where}: seeds: a list of different whole numbers from 0 on is expected, such as [0, 1, 2]")
+        raise UserError(f"{where}: seeds: a list of different whole numbers from 0 on is expected, such as [0, 1, 2]")
     return seeds
 
 
@@ -186,9 +186,9 @@ class _Entry:
 
 
 def _entries(kind: Kind, node: yaml.Node | None, forced: Json, path: Path) -> list[_Entry]:
-    """The entries of arms, counted before any grid is expanded. Errors: UsageError."""
+    """The entries of arms, counted before any grid is expanded. Errors: UserError."""
     if not isinstance(node, yaml.SequenceNode) or not node.value:
-        raise UsageError(f"{path}: arms: a list of settings is expected, such as - {{loss: sym, norm: cosine}}")
+        raise UserError(f"{path}: arms: a list of settings is expected, such as - {{loss: sym, norm: cosine}}")
     require_plain(node, f"{path}: arms")
     entries = [_entry(kind, item, forced, Path(f"{path}, line {item.start_mark.line + 1}")) for item in node.value]
     for entry in entries:
@@ -200,7 +200,7 @@ def _entries(kind: Kind, node: yaml.Node | None, forced: Json, path: Path) -> li
 def _entry(kind: Kind, node: yaml.Node, forced: Json, where: Path) -> _Entry:
     """A list is an axis, except where a setting is a list itself; what --set gives replaces either."""
     if not isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}, got {kind_of(node)}")
+        raise UserError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}, got {kind_of(node)}")
     require_plain(node, str(where))
     fields = kind.fields
     own: dict[str, yaml.Node] = {}
@@ -209,13 +209,13 @@ def _entry(kind: Kind, node: yaml.Node, forced: Json, where: Path) -> _Entry:
     for key, value in node.value:
         name = name_of(key)
         if name in (*own, *axes, *(name_of(k) for k, _ in plain)):
-            raise UsageError(f"{where}: {one_line(name, 100)} is set twice")
+            raise UserError(f"{where}: {printable(name, 100)} is set twice")
         if name in ("name", "seeds"):
             own[name] = value
         elif isinstance(value, yaml.SequenceNode) and name in fields and not fields[name].metadata["nargs"]:
             require_plain(value, f"{where}: {name}")
             if not value.value:
-                raise UsageError(f"{where}: {name}: an empty list")
+                raise UserError(f"{where}: {name}: an empty list")
             axes[name] = [convert(fields[name], item, where) for item in value.value]
         else:
             plain.append((key, value))
@@ -234,7 +234,7 @@ def _entry(kind: Kind, node: yaml.Node, forced: Json, where: Path) -> _Entry:
 def _arms(
     kind: Kind, entries: Sequence[_Entry], base: Json
 ) -> tuple[dict[str, Json], dict[str, str], dict[str, list[int]]]:
-    """(arm -> settings, whatever it is called -> arm, arm -> seeds, where it has its own). Errors: UsageError."""
+    """(arm -> settings, whatever it is called -> arm, arm -> seeds, where it has its own). Errors: UserError."""
     arms: dict[str, Json] = {}
     names: dict[str, str] = {}
     known: dict[str, str] = {}
@@ -248,8 +248,8 @@ def _arms(
             if given is None and name in names:
                 name = f"{name}{'' if arm else _told_apart(kind, values, arms[names[name]])}"
             if names.get(name, arm) != arm and (arm is None or given):
-                told = one_line(name, 80)
-                raise UsageError(f"{entry.where}: two different arms are called {told!r}: give each a name of its own")
+                told = printable(name, 80)
+                raise UserError(f"{entry.where}: two different arms are called {told!r}: give each a name of its own")
             if arm is None:
                 arm = known[key] = name
                 arms[arm] = values

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import PER_QUERY_FILE, START_FILE, Results
 from mmclip.evaluation.runs import load_run, told_of
@@ -28,7 +28,7 @@ Read = Callable[[Cell], Any]  # a finished cell, whole, as gather and those afte
 def damaged(cells: Sequence[Cell], read: Read | None = None) -> dict[Cell, str]:
     """The finished cells that cannot be used, and why: their files are not whole, or a cell that is still to run starts
     from a model that is gone. What another process has open is left to it. ``cells``: each after its initial one.
-    read: raises UsageError or OSError for what is not whole (``read_run``)."""
+    read: raises UserError or OSError for what is not whole (``read_run``)."""
     read = read or read_run
     found: dict[Cell, str] = {}
     starts = set()  # that something to be run needs
@@ -40,7 +40,7 @@ def damaged(cells: Sequence[Cell], read: Read | None = None) -> dict[Cell, str]:
                 read(cell)
                 if cell in starts:
                     check_model(f"local-dir:{export_folder(str(cell.folder))}", None)
-            except (UsageError, OSError) as error:
+            except (UserError, OSError) as error:
                 found[cell] = str(error)
         if not is_finished(cell) or cell in found:
             starts.add(cell.initial)
@@ -53,8 +53,8 @@ def put_aside(cells: Iterable[tuple[Cell, str]]) -> None:
         aside = cell.folder.with_name(cell.folder.name + DAMAGED)
         shutil.rmtree(aside, ignore_errors=True)
         cell.folder.rename(aside)
-        told = f"{one_line(cell.name, 80)}: damaged, is run again; what is there is now {one_line(aside.name, 120)}"
-        print(f"{told}: {one_line(why, 400)}", file=sys.stderr)
+        told = f"{printable(cell.name, 80)}: damaged, is run again; what is there is now {printable(aside.name, 120)}"
+        print(f"{told}: {printable(why, 400)}", file=sys.stderr)
 
 
 def gather(cells: Sequence[Cell]) -> tuple[list[Arm], dict[Cell, str]]:
@@ -73,11 +73,11 @@ def by_arm(cells: Sequence[Cell], read: Read) -> tuple[dict[str, dict[Cell, Any]
         if is_finished(cell):
             try:
                 found[cell] = read(cell)
-            except (UsageError, OSError) as error:
+            except (UserError, OSError) as error:
                 unreadable[cell] = str(error)
                 continue
             if not found[cell][1]:
-                print(f"{one_line(cell.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
+                print(f"{printable(cell.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
     return {name: found for name, found in arms.items() if found}, unreadable
 
 
@@ -99,7 +99,7 @@ def seconds_by_seed(cells: Iterable[Cell]) -> dict[int, float]:
 
 
 def read_run(cell: Cell) -> tuple[Results, list[Json], Json]:
-    """(results, lines of metrics.jsonl, start.json or {}) of a finished cell, whole. Errors: UsageError, OSError."""
+    """(results, lines of metrics.jsonl, start.json or {}) of a finished cell, whole. Errors: UserError, OSError."""
     results = load_run(str(cell.folder))
     with told_of(str(cell.folder)):
         require_lengths(results, str(cell.folder / PER_QUERY_FILE))
@@ -107,23 +107,23 @@ def read_run(cell: Cell) -> tuple[Results, list[Json], Json]:
 
 
 def require_lengths(results: Results, where: str) -> None:
-    """Errors: UsageError where an array over queries has not a row for each."""
+    """Errors: UserError where an array over queries has not a row for each."""
     for pool, section in results.pools.items():
         for direction in section["retrieval"]:
             n = len(results.array(f"{pool}/{direction}/queries"))
             asked = results.json["data"]["n_queries"][direction]
             if pool == MAIN_POOL and n != asked:
-                raise UsageError(f"{one_line(where)}: {n:,} queries of {direction}, and {asked:,} in results.json")
+                raise UserError(f"{printable(where)}: {n:,} queries of {direction}, and {asked:,} in results.json")
             results.array(f"{pool}/{direction}/topk_moments")
             for name, values in results.per_query.items():
                 rows = 1 if name.endswith("/length_level") else n
                 if name.startswith(f"{pool}/{direction}/") and values.shape[:1] != (rows,):
                     shape = "x".join(map(str, values.shape))
-                    raise UsageError(f"{one_line(where)}: {one_line(name, 100)} is {shape}: expected {rows:,} rows")
+                    raise UserError(f"{printable(where)}: {printable(name, 100)} is {shape}: expected {rows:,} rows")
 
 
 def read_lines(path: Path) -> list[Json]:
-    """metrics.jsonl; [] where there is none. A last line that was cut is left out. Errors: UsageError naming the line
+    """metrics.jsonl; [] where there is none. A last line that was cut is left out. Errors: UserError naming the line
     that is none."""
     if not path.is_file():
         return []
@@ -138,7 +138,7 @@ def read_lines(path: Path) -> list[Json]:
             line = None
         step = line.get("step") if isinstance(line, dict) else None
         if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
-            raise UsageError(f"{one_line(path)}: line {number} is no line of a run's log: {one_line(text, 60)}")
+            raise UserError(f"{printable(path)}: line {number} is no line of a run's log: {printable(text, 60)}")
         lines.append(line)
     return lines
 
@@ -149,7 +149,7 @@ def read_start(path: Path) -> Json:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{one_line(path)}: not readable as JSON: {one_line(error, 100)}") from None
+        raise UserError(f"{printable(path)}: not readable as JSON: {printable(error, 100)}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{one_line(path)}: expected a JSON object, got {one_line(found, 60)}")
+        raise UserError(f"{printable(path)}: expected a JSON object, got {printable(found, 60)}")
     return found

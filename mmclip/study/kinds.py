@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mmclip.config.clip import TrainSettings
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.clip import TrainConfig
+from mmclip.config.text import TextTrainConfig
 from mmclip.study.arms import COSMETIC, MEASURING
 
 Json = dict[str, Any]
-Settings = TrainSettings | TextTrainSettings
+Settings = TrainConfig | TextTrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Kind:
 
 CLIP = Kind(
     script="train_clip",
-    settings=TrainSettings,
+    settings=TrainConfig,
     base="scenes.yaml",
     ours=("logs", "name", "resume", "may_change", "compare", "report", "keep_checkpoints", "benchmark", "seed"),
     fixed={"report": False, "keep_checkpoints": 1},
@@ -56,7 +56,7 @@ CLIP = Kind(
 )
 TEXT = Kind(
     script="train_text",
-    settings=TextTrainSettings,
+    settings=TextTrainConfig,
     base=None,
     ours=("logs", "name", "resume", "seed"),
     fixed={},

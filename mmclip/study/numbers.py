@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from mmclip.config.loss import LossSettings
-from mmclip.errors import UsageError
+from mmclip.config.loss import LossConfig
+from mmclip.errors import UserError
 from mmclip.evaluation.comparable import same_data
 from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
 from mmclip.evaluation.eval_set import MAIN_POOL
@@ -107,7 +107,7 @@ def initial(arm: Arm) -> str | None:
 def curriculum(arm: Arm) -> str:
     """The settings of the loss that are not the default and have no column of their own: "gamma_init=0.9 ..."."""
     told = []
-    for field in dataclasses.fields(LossSettings):
+    for field in dataclasses.fields(LossConfig):
         value = getattr(arm.settings, field.name)
         if field.name not in NAMED and value != field.default:
             told.append(f"{field.name}={value}")
@@ -191,7 +191,7 @@ class Study:
             found = pooled_verdict(
                 mine or [], controls or [], baselines, self.pool, Direction(direction), **self.options
             )
-        except UsageError as error:
+        except UserError as error:
             return {**report, "reason": str(error)}
         return {**report, "n_seeds": len(seeds), **found}
 
@@ -213,7 +213,7 @@ class Study:
                 [self._samples(run, x.direction)[x.scoring] for run in group]
                 for group, x in zip(runs, sides, strict=True)
             ]
-        except UsageError as error:
+        except UserError as error:
             return Estimate.missing(str(error))
         if any(not np.array_equal(np.unique(c), np.unique(clusters[0])) for c in clusters[1:]):
             return Estimate.missing("the directions' queries are of different images")

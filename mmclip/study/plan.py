@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config.study import StudySettings
+from mmclip.config.study import StudyConfig
 from mmclip.data.shards import FORMS, find_split, is_folder
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.study.file import StudyFile, read_study
 from mmclip.study.kinds import CLIP, Kind, Settings
 
@@ -62,8 +62,8 @@ class _Arm:
         return json.dumps([_known(self.kind, self.settings), self.start and self.start.identity], sort_keys=True)
 
 
-def plan_study(settings: StudySettings) -> Plan:
-    """Read a study's file and check every run's settings. Errors: UsageError, before anything is trained."""
+def plan_study(settings: StudyConfig) -> Plan:
+    """Read a study's file and check every run's settings. Errors: UserError, before anything is trained."""
     file = read_study(settings)
     folder = Path(settings.logs) / (settings.name or file.path.stem)
     checked = _checked(file, folder)
@@ -81,7 +81,7 @@ def plan_study(settings: StudySettings) -> Plan:
 
 
 def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
-    """Every arm by its name; of arms that would be the same runs the first. Errors: UsageError for settings that no
+    """Every arm by its name; of arms that would be the same runs the first. Errors: UserError for settings that no
     run can have, or arms that start from each other."""
     kind = file.kind
     made: dict[str, _Arm] = {}
@@ -89,19 +89,21 @@ def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
 
     def make(name: str, above: tuple[str, ...] = ()) -> _Arm:
         if name in above:
-            raise UsageError(f"{file.path}: arms that start from each other: {one_line(', '.join(above), 200)}")
+            raise UserError(f"{file.path}: arms that start from each other: {printable(', '.join(above), 200)}")
         if name not in made:
-            where = f"{file.path}, arm {one_line(name, 80)!r}"
+            where = f"{file.path}, arm {printable(name, 80)!r}"
             values = dict(file.arms[name])
             asked = values[kind.initial] if kind.initial else None
             initial = file.names.get(asked) if asked is not None else None
             if initial is not None:
                 values["init_from"] = None  # its folder is not there yet, and a run's settings are checked
                 if values["pretrained"] is not None:
-                    given = f"pretrained {one_line(values['pretrained'], 80)} beside init_from {one_line(initial, 80)}"
-                    raise UsageError(f"{where}: {given}: both bring every weight; give one of the two")
+                    given = (
+                        f"pretrained {printable(values['pretrained'], 80)} beside init_from {printable(initial, 80)}"
+                    )
+                    raise UserError(f"{where}: {given}: both bring every weight; give one of the two")
             elif asked is not None and not is_folder(Path(asked)):
-                raise UsageError(f"{where}: {_no_start(asked, file.names)}")
+                raise UserError(f"{where}: {_no_start(asked, file.names)}")
             start = make(initial, (*above, name)) if initial is not None else None
             arm = _Arm(kind, name, _settings(kind, values, folder, where), start)
             made[name] = same.setdefault(arm.identity, arm)
@@ -112,18 +114,20 @@ def _checked(file: StudyFile, folder: Path) -> dict[str, _Arm]:
 
 def _no_start(asked: str, names: Iterable[str]) -> str:
     there = sorted(names, key=lambda n: -difflib.SequenceMatcher(None, asked, n).ratio())
-    return f"init_from {one_line(asked, 100)!r}: no arm and no folder of that name; arms: {one_line(', '.join(there))}"
+    return (
+        f"init_from {printable(asked, 100)!r}: no arm and no folder of that name; arms: {printable(', '.join(there))}"
+    )
 
 
 def _settings(kind: Kind, values: Json, folder: Path, where: str) -> Settings:
     ours = {**kind.fixed, "logs": str(folder / "runs")}
     try:
         settings = kind.settings(**(values | ours))
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if settings.val_data == "none" or (kind is not CLIP and not settings.val_data):
         left = ", or leave it" if kind is CLIP else ""
-        raise UsageError(f"{where}: val_data none: a study shows what its runs' evaluations say; name data{left}")
+        raise UserError(f"{where}: val_data none: a study shows what its runs' evaluations say; name data{left}")
     return settings
 
 
@@ -174,7 +178,7 @@ def _known(kind: Kind, settings: Settings) -> Json:
 
 
 def require_data(cells: Sequence[Cell]) -> None:
-    """Look for the data of runs, once each, and read none. Errors: UsageError, one line, where there are none."""
+    """Look for the data of runs, once each, and read none. Errors: UserError, one line, where there are none."""
     for settings in {(c.settings.train_data, c.settings.val_data): c.settings for c in cells}.values():
         _require_there("train_data", settings.train_data)
         if settings.val_data is not None:
@@ -190,8 +194,8 @@ def require_data(cells: Sequence[Cell]) -> None:
         ):
             root = Path(settings.train_data)
             if not is_folder(root) or find_split(root, settings.val_split, "eval") is None:
-                told = f"{one_line(root)} has no evaluation split {one_line(settings.val_split or 'test or val', 60)}"
-                raise UsageError(f"{told}: a study shows what evaluations say: give val_data or val_holdout")
+                told = f"{printable(root)} has no evaluation split {printable(settings.val_split or 'test or val', 60)}"
+                raise UserError(f"{told}: a study shows what evaluations say: give val_data or val_holdout")
 
 
 def _require_there(name: str, source: str) -> None:
@@ -200,7 +204,7 @@ def _require_there(name: str, source: str) -> None:
         return
     if is_folder(path):
         if not any(path.glob("*.tar")) and not any(path.glob("*/*.tar")):
-            raise UsageError(f"{name} {one_line(source)}: no shards in that folder; valid: {FORMS}")
+            raise UserError(f"{name} {printable(source)}: no shards in that folder; valid: {FORMS}")
         return
     first = _first_shard(source)
     try:
@@ -208,7 +212,7 @@ def _require_there(name: str, source: str) -> None:
     except OSError:  # longer than a name may be
         there = False
     if not there:
-        raise UsageError(f"{name} {one_line(source)}: no such data; valid: {FORMS}")
+        raise UserError(f"{name} {printable(source)}: no such data; valid: {FORMS}")
 
 
 def _first_shard(pattern: str) -> str:

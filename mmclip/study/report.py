@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import CORRECTED, NATIVE
 from mmclip.io import write_text_atomically
 from mmclip.reporting.page import page_environment
@@ -65,7 +65,7 @@ def write_study(
 
     arms: in the order of the tables; an arm without a finished run is left out. failed: cells that have no result, each
     a row of what is known of it, "arm", "seed" and "reason" say. notes: sentences of the page's head.
-    Errors: UsageError where something cannot be written.
+    Errors: UserError where something cannot be written.
     """
     study = Study(arms)
     sheets = [make(study) for make in SHEETS]
@@ -74,13 +74,13 @@ def write_study(
         try:
             (folder / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{one_line(folder / part)}: cannot be made: {error.strerror}") from None
+            raise UserError(f"{printable(folder / part)}: cannot be made: {error.strerror}") from None
     for sheet in [*sheets, Sheet("failed", ("arm", "seed", "reason"), [dict(f) for f in failed])]:
         write_sheet(sheet, folder / "tables")
     rows = {sheet.name: sheet.rows for sheet in sheets}
     content = {
-        "title": one_line(title, 120),
-        "notes": [one_line(note, 600) for note in notes],
+        "title": printable(title, 120),
+        "notes": [printable(note, 600) for note in notes],
         "kept": f"{KEPT:.0%}",
         "data": _data(study),
         "counts": _counts(study, failed),
@@ -105,8 +105,8 @@ def _data(study: Study) -> str:
             counts = " and ".join(
                 f"{data[k]:,} {w}" for k, w in (("n_images", "images"), ("n_texts", "texts")) if k in data
             )
-            place = one_line(Path(str(data.get("path", "–"))).name, 60)
-            return f"{place} [{one_line(data.get('split', '–'), 30)}], {counts}"
+            place = printable(Path(str(data.get("path", "–"))).name, 60)
+            return f"{place} [{printable(data.get('split', '–'), 30)}], {counts}"
     return "no finished run"
 
 
@@ -119,7 +119,7 @@ def _failed(failed: Sequence[Mapping[str, Any]]) -> Any:
     """A table of the failed cells, None where there are none."""
     names = list(dict.fromkeys(key for cell in failed for key in cell if key != "arm"))
     told = [(str(cell.get("arm", "–")), "", [text_cell(cell.get(key), 300) for key in names]) for cell in failed]
-    return page_table("failed cells", "arm", told, [one_line(name, 40) for name in names]) if failed else None
+    return page_table("failed cells", "arm", told, [printable(name, 40) for name in names]) if failed else None
 
 
 def _reasons(rows: Sequence[Json]) -> list[str]:
@@ -129,7 +129,7 @@ def _reasons(rows: Sequence[Json]) -> list[str]:
         if row.get("reason"):
             name = row.get("arm") or row.get("claim") or row.get("paper_config") or row.get("qnorm_arm") or "–"
             found.setdefault(row["reason"], []).append(str(name))
-    return [one_line(f"{', '.join(dict.fromkeys(names))}: {reason}.", 400) for reason, names in found.items()]
+    return [printable(f"{', '.join(dict.fromkeys(names))}: {reason}.", 400) for reason, names in found.items()]
 
 
 def _pictures(study: Study, rows: Mapping[str, Sequence[Json]], folder: Path) -> dict[str, list[Picture]]:

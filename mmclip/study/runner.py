@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import write_text_atomically
 from mmclip.study.plan import Cell
@@ -66,7 +66,7 @@ class StudyRun:
         self.done = len(cells) - len(self.waiting)
 
     def run(self, finished: Callable[[Cell], str]) -> int:
-        """Run to the end; ``finished`` says a cell's numbers in a few words, or raises UsageError or OSError where its
+        """Run to the end; ``finished`` says a cell's numbers in a few words, or raises UserError or OSError where its
         files are not whole. Returns 0, or the signal that ended it."""
         for cell in self.cells:
             if is_finished(cell) and not is_locked(cell.folder):  # by a study that was killed before it could tidy up
@@ -144,7 +144,7 @@ class StudyRun:
             start_new_session=True,  # Ctrl-C is the study's, which tells its cells
         )
         run = _Running(cell, slot, process, output)
-        run.task = bar.add_task(f"  {one_line(cell.name, 48)}", total=None, note="starting")
+        run.task = bar.add_task(f"  {printable(cell.name, 48)}", total=None, note="starting")
         self.running.append(run)
 
     def _watch(self, run: _Running, bar: Any, finished: Callable[[Cell], str]) -> None:
@@ -162,7 +162,7 @@ class StudyRun:
         if code == 0 and is_finished(run.cell):
             try:
                 told = finished(run.cell)
-            except (UsageError, OSError) as error:
+            except (UserError, OSError) as error:
                 self._fail(run.cell, str(error), bar)
                 return
             self.done += 1
@@ -170,13 +170,13 @@ class StudyRun:
                 run.cell.folder / SECONDS_FILE, json.dumps({"seconds": spent + (seconds_of(run.cell) or 0.0)})
             )
             _tidy(run.cell)
-            self._say(bar, f"[{self.done}/{len(self.cells)}] {one_line(run.cell.name, 80)}: {told}  {spent:.0f} s")
+            self._say(bar, f"[{self.done}/{len(self.cells)}] {printable(run.cell.name, 80)}: {told}  {spent:.0f} s")
         else:
             self._fail(run.cell, _reason(Path(run.output.name), code), bar)
 
     def _fail(self, cell: Cell, why: str, bar: Any) -> None:
         self.failed[cell] = why
-        self._say(bar, f"failed: {one_line(cell.name, 80)}: {one_line(why, 400)}")
+        self._say(bar, f"failed: {printable(cell.name, 80)}: {printable(why, 400)}")
 
     def _leave(self, run: _Running) -> None:
         self.running.remove(run)

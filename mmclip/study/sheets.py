@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.io import write_text_atomically
 from mmclip.reporting.cells import NO, Cell, Row, Table
 from mmclip.reporting.formats import rate, span
@@ -31,7 +31,7 @@ class Sheet(NamedTuple):
 
 
 def write_sheet(sheet: Sheet, folder: Path) -> Path:
-    """folder/NAME.csv with a header. Errors: UsageError where it cannot be written."""
+    """folder/NAME.csv with a header. Errors: UserError where it cannot be written."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(sheet.columns)
@@ -77,7 +77,7 @@ def minus(number: str) -> str:
 
 
 def text_cell(value: Any, limit: int = 80) -> Cell:
-    return Cell(NO, kind="none") if value in (None, "") else Cell(one_line(_text(value), limit))
+    return Cell(NO, kind="none") if value in (None, "") else Cell(printable(_text(value), limit))
 
 
 def mean_cell(row: Json, name: str, signed: bool = False) -> Cell:
@@ -105,5 +105,5 @@ def _number(value: float, signed: bool) -> str:
 
 def page_table(label: str, head: str, rows: Sequence[tuple[str, str, Sequence[Cell]]], columns: Sequence[str]) -> Table:
     """A table of the page: rows of (head, what stands beneath it, cells)."""
-    found = [Row(one_line(name, 60), list(cells), about=one_line(about, 160)) for name, about, cells in rows]
+    found = [Row(printable(name, 60), list(cells), about=printable(about, 160)) for name, about, cells in rows]
     return Table(label, [head, *columns], found)

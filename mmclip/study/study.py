@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmclip.config.study import StudySettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.study import StudyConfig
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.io import lock_folder, write_text_atomically
 from mmclip.study import text_study
@@ -36,30 +36,30 @@ class _Tools(NamedTuple):
     write: Callable[..., Path]
 
 
-def study(settings: StudySettings, script: Path) -> int:
+def study(settings: StudyConfig, script: Path) -> int:
     """Everything that run_study.py does; script: train_clip.py, beside which the other kinds' scripts lie. Returns the
-    exit code: 0, 1 where a run failed, or that of the signal that ended it. Errors: UsageError, one line, before
+    exit code: 0, 1 where a run failed, or that of the signal that ended it. Errors: UserError, one line, before
     anything is trained."""
     plan = plan_study(settings)
     if plan.kind is not CLIP:
         script = script.with_name(f"{plan.kind.script}.py")
     there = sum(map(is_finished, plan.cells))
     print(
-        f"{one_line(plan.title, 100)}: {len(plan.cells)} runs, {there} finished -> {one_line(plan.folder)}",
+        f"{printable(plan.title, 100)}: {len(plan.cells)} runs, {there} finished -> {printable(plan.folder)}",
         file=sys.stderr,
     )
     if settings.dry_run:
         unusable = damaged(plan.cells, TOOLS[plan.kind.script].read)
         for cell in plan.cells:
             state = "damaged" if cell in unusable else "finished" if is_finished(cell) else "to run"
-            print(f"{state:8}  {one_line(cell.folder.name, 120)}  {one_line(cell.name)}")
+            print(f"{state:8}  {printable(cell.folder.name, 120)}  {printable(cell.name)}")
         return 0
     plan.folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = lock_folder(plan.folder)  # two studies would start the same runs
-    except UsageError:
-        told = f"{one_line(plan.folder)}: another process runs this study: wait for it, or end it first"
-        raise UsageError(told) from None
+    except UserError:
+        told = f"{printable(plan.folder)}: another process runs this study: wait for it, or end it first"
+        raise UserError(told) from None
     with lock or contextlib.nullcontext():
         return _run(plan, settings.jobs, script)
 
@@ -83,16 +83,16 @@ def _run(plan: Plan, asked: int, script: Path) -> int:
     _write_state(plan, run.failed | unreadable)
     failed = [{"arm": c.arm, "seed": c.seed, "reason": why} for c, why in (run.failed | unreadable).items()]
     if not arms:
-        raise UsageError(
+        raise UserError(
             f"none of the {len(plan.cells)} runs is finished: {failed[0]['reason'] if failed else 'no runs'}"
         )
-    print(f"page: {one_line(tools.write(arms, plan.folder, title=plan.title, failed=failed))}")
-    print(f"tables: {one_line(plan.folder / 'tables')}")
+    print(f"page: {printable(tools.write(arms, plan.folder, title=plan.title, failed=failed))}")
+    print(f"tables: {printable(plan.folder / 'tables')}")
     if failed:
         print(f"{len(failed)} of {len(plan.cells)} runs failed:", file=sys.stderr)
         for entry in failed:
             print(
-                f"  {one_line(entry['arm'], 80)}, seed {entry['seed']}: {one_line(entry['reason'], 400)}",
+                f"  {printable(entry['arm'], 80)}, seed {entry['seed']}: {printable(entry['reason'], 400)}",
                 file=sys.stderr,
             )
     return 1 if failed else 0
@@ -109,7 +109,7 @@ def gpus() -> list[str]:
 
 
 def _numbers(cell: Cell) -> str:
-    """A finished cell in a few words. Errors: UsageError, OSError, where its files are not whole."""
+    """A finished cell in a few words. Errors: UserError, OSError, where its files are not whole."""
     retrieval = read_run(cell)[0].json["retrieval"]
     return "  ".join(f"{d} {retrieval[d][NATIVE]['success@1']:.3f}" for d in retrieval)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.reporting.formats import rate
 from mmclip.study.judgements import KEPT, kappa_verdicts
 
@@ -31,7 +31,7 @@ def summary(sheets: dict[str, Sequence[Json]]) -> list[Json]:
 
 
 def _names(rows: Sequence[Any]) -> str:
-    told = list(dict.fromkeys(one_line(row, 90) for row in rows))
+    told = list(dict.fromkeys(printable(row, 90) for row in rows))
     return ", ".join(told[:SHOWN]) + (f" and {len(told) - SHOWN} more" if len(told) > SHOWN else "")
 
 
@@ -47,7 +47,7 @@ def _keeps(rows: Sequence[Json], verdicts: Sequence[Json]) -> list[Json]:
     told = [row for row in asked if row["keeps_both"] is not None]
     if not told:
         why = next((row["reason"] for row in asked if row["reason"]), "no arm keeps its documents' length")
-        return [answer("open", question, "Not answered.", f"No setting has both ratios: {one_line(why, 200)}.")]
+        return [answer("open", question, "Not answered.", f"No setting has both ratios: {printable(why, 200)}.")]
     keep = [row for row in told if row["keeps_both"]]
     missing = f" {len(asked) - len(told)} more have no ratio." if len(asked) > len(told) else ""
     if not keep:
@@ -77,7 +77,7 @@ def _keeps(rows: Sequence[Json], verdicts: Sequence[Json]) -> list[Json]:
 
 
 def _way(row: Json) -> str:
-    return f"{one_line(row['arm'], 60)} served {row['served']}"
+    return f"{printable(row['arm'], 60)} served {row['served']}"
 
 
 def _verdicts(rows: Sequence[Json], kind: str) -> Json:
@@ -85,7 +85,7 @@ def _verdicts(rows: Sequence[Json], kind: str) -> Json:
     real = [row for row in rows if not row["null"]]
     told = [row for row in real if row[kind]]
     left = len(real) - len(told)
-    missing = f" {left} ha{'s' if left == 1 else 've'} no verdict: {one_line(_why(real, kind), 200)}." if left else ""
+    missing = f" {left} ha{'s' if left == 1 else 've'} no verdict: {printable(_why(real, kind), 200)}." if left else ""
     if not told:
         return answer("open", question, "Not answered.", (missing or "No arm keeps its documents' length.").strip())
     yes, undecided = ([_place(row) for row in told if row[kind] == word] for word in ("yes", "open"))
@@ -111,7 +111,7 @@ def _nulls(rows: Sequence[Json]) -> Json:
         return answer("open", question, "None was run.", sentence)
     if not told:
         why = _why(nulls, "learned")
-        return answer("open", question, "Not answered.", f"Permuted pairs have no verdict: {one_line(why, 200)}.")
+        return answer("open", question, "Not answered.", f"Permuted pairs have no verdict: {printable(why, 200)}.")
     positive = [_place(row) for row in told if "yes" in (row["learned"], row["useful"])]
     if positive:
         sentence = (
@@ -144,7 +144,7 @@ def kappa(rows: Sequence[Json]) -> Json:
     question = "Does κ before training tell which of qnorm and dnorm wins?"
     found = kappa_verdicts(rows)
     if not any(v["n"] + v["noise"] for v in found):
-        return answer("open", question, "Not answered.", f"No κ beside a winner: {one_line(_kappa_why(rows), 200)}.")
+        return answer("open", question, "Not answered.", f"No κ beside a winner: {printable(_kappa_why(rows), 200)}.")
     told, powered, speaks = [], False, False
     for v in found:
         words = (

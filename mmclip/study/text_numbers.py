@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.comparable import same_data
 from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
 from mmclip.evaluation.eval_set import MAIN_POOL
@@ -102,7 +102,7 @@ class TextStudy:
                 for seed in common:
                     same_data(firsts.setdefault(data, arm.runs[data][seed]), arm.runs[data][seed])
             found = [[drawn(i, arm.runs[data][s]) for s in common] for i, (arm, data) in enumerate(places)]
-        except UsageError as error:
+        except UserError as error:
             return Estimate.missing(str(error))
         with np.errstate(divide="ignore", invalid="ignore"):
             value = combine([np.float64(np.mean([v for v, _ in group])) for group in found])
@@ -178,7 +178,7 @@ class TextStudy:
             found = pooled_verdict(
                 mine, controls, baselines, MAIN_POOL, Direction.Q2D, metric=METRIC, **self._options(data)
             )
-        except UsageError as error:
+        except UserError as error:
             return {"reason": str(error)}
         return {"n_seeds": len(common), **found}
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.reporting.formats import rate
 from mmclip.reporting.page import page_environment
@@ -43,7 +43,7 @@ def write_text_study(
     """Write folder/tables/NAME.csv, folder/figures/ and folder/study.html, and show the verdicts; returns the page's
     path. arms: in the order of the tables. failed: cells that have no result, "arm", "seed" and "reason".
 
-    Errors: UsageError where something cannot be written.
+    Errors: UserError where something cannot be written.
     """
     study = TextStudy(arms)
     sheets = [make(study) for make in SHEETS]
@@ -51,13 +51,13 @@ def write_text_study(
         try:
             (folder / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{one_line(folder / part)}: cannot be made: {error.strerror}") from None
+            raise UserError(f"{printable(folder / part)}: cannot be made: {error.strerror}") from None
     for sheet in [*sheets, Sheet("failed", ("arm", "seed", "reason"), [dict(f) for f in failed])]:
         write_sheet(sheet, folder / "tables")
     rows = {sheet.name: sheet.rows for sheet in sheets}
     content = {
-        "title": one_line(title, 120),
-        "data": ", ".join(one_line(name, 60) for name in study.data) or "no finished run",
+        "title": printable(title, 120),
+        "data": ", ".join(printable(name, 60) for name in study.data) or "no finished run",
         "counts": f"{len(study.arms)} arms, {len(rows['runs'])} finished runs, {len(failed)} failed",
         "few_seeds": min((len(arm.seeds) for arm in study.arms), default=0) <= 5,
         "tally": tally(rows["claims"]),
@@ -80,7 +80,7 @@ def print_verdicts(rows: Sequence[Json]) -> None:
     for r in rows:
         smallest = rate(r["smallest_effect"]) if is_number(r["smallest_effect"]) else ""
         known = (r["claim"], r["norm"], r["data"], r["verdict"], minus(_interval(r)), smallest)
-        told.append([f"{one_line(cell, 60)} " for cell in known])
+        told.append([f"{printable(cell, 60)} " for cell in known])
     wide = [max(map(len, column)) for column in zip([f"{n} " for n in names], *told, strict=True)]
     console = make_console()
     left = max(console.width - sum(wide) - len(names), len("reason"))  # a reason may be cut, a number never is
@@ -88,7 +88,7 @@ def print_verdicts(rows: Sequence[Json]) -> None:
     for name in (*names[1:], "reason"):
         table.add_column(f"\n{name}", no_wrap=True)
     for cells, r in zip(told, rows, strict=True):
-        row(table, [*cells, one_line(r["reason"], left)])
+        row(table, [*cells, printable(r["reason"], left)])
     console.print(table)
 
 
@@ -105,7 +105,7 @@ def _reasons(rows: Sequence[Json]) -> list[str]:
     for r in rows:
         if r.get("reason"):
             found.setdefault(r["reason"], []).append(str(r.get("claim") or r.get("question") or r.get("arm") or "–"))
-    return [one_line(f"{', '.join(dict.fromkeys(names))}: {reason}.", 400) for reason, names in found.items()]
+    return [printable(f"{', '.join(dict.fromkeys(names))}: {reason}.", 400) for reason, names in found.items()]
 
 
 def _pictures(study: TextStudy, rows: Sequence[Json], folder: Path) -> list[Picture]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.beir import require_beir
 from mmclip.data.text_places import EVALUATIONS, evaluation_name, folder_and_split
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, PER_QUERY_FILE, RESULTS_FILE, START_FILE, Results, load_results
 from mmclip.evaluation.runs import told_of
@@ -36,7 +36,7 @@ class TextArm:
     """
 
     name: str
-    settings: TextTrainSettings
+    settings: TextTrainConfig
     runs: Mapping[str, Mapping[int, Results]]
     starts: Mapping[int, Json] = dataclasses.field(default_factory=dict)
     seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -57,7 +57,7 @@ def data_name(asked: str) -> str:
 
 
 def require_data(cells: Sequence[Cell]) -> None:
-    """Look for the data of runs, once each, and read none. Errors: UsageError, one line, where there are none."""
+    """Look for the data of runs, once each, and read none. Errors: UserError, one line, where there are none."""
     asked: dict[tuple[Path, str], None] = {}
     for settings in (c.settings for c in cells):
         train = Path(settings.train_data)
@@ -69,7 +69,7 @@ def require_data(cells: Sequence[Cell]) -> None:
 
 
 def read_run(cell: Cell) -> tuple[dict[str, Results], list[Json], Json]:
-    """(data set -> results, lines of metrics.jsonl, start.json or {}) of a finished cell, whole. Errors: UsageError,
+    """(data set -> results, lines of metrics.jsonl, start.json or {}) of a finished cell, whole. Errors: UserError,
     OSError."""
     first, *others = cell.settings.val_data
     places = {data_name(first): cell.folder}
@@ -83,7 +83,7 @@ def read_run(cell: Cell) -> tuple[dict[str, Results], list[Json], Json]:
 
 
 def _require_whole(results: Results, folder: Path) -> None:
-    """Everything that tables show of every run is there, a row a query. Errors: UsageError, or what told_of tells."""
+    """Everything that tables show of every run is there, a row a query. Errors: UserError, or what told_of tells."""
     clusters = results.array(f"{MAIN_POOL}/{Q2D}/clusters")
     native = results.json["evaluation"]["native"]
     float(native["gamma_q"]), float(native["gamma_d"])
@@ -92,11 +92,11 @@ def _require_whole(results: Results, folder: Path) -> None:
     for scoring in (NATIVE, "cosine", "dot"):
         for metric in SHOWN:
             if not is_number(results.json["retrieval"][Q2D][scoring][metric]):
-                raise UsageError(f"{one_line(folder / RESULTS_FILE)}: {scoring} {metric} is no number")
+                raise UserError(f"{printable(folder / RESULTS_FILE)}: {scoring} {metric} is no number")
             values = results.query_values(MAIN_POOL, Q2D, scoring, metric)
             if values.shape != clusters.shape:
-                raise UsageError(
-                    f"{one_line(folder / PER_QUERY_FILE)}: {scoring}/{metric} has {len(values):,} rows, clusters "
+                raise UserError(
+                    f"{printable(folder / PER_QUERY_FILE)}: {scoring}/{metric} has {len(values):,} rows, clusters "
                     f"{len(clusters):,}"
                 )
 
@@ -115,5 +115,5 @@ def gather(cells: Sequence[Cell]) -> tuple[list[TextArm], dict[Cell, str]]:
 
 
 def numbers(cell: Cell) -> str:
-    """A finished cell in a few words. Errors: UsageError, OSError, where its files are not whole."""
+    """A finished cell in a few words. Errors: UserError, OSError, where its files are not whole."""
     return "  ".join(f"{d} {r.json['retrieval'][Q2D][NATIVE][METRIC]:.3f}" for d, r in read_run(cell)[0].items())

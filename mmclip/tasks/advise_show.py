@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.reporting.table_parts import column, make_console, new_table, row
 from mmclip.tasks.advise import CANNOT_TELL
 
@@ -84,7 +84,7 @@ def evidence_lines(report: Json) -> list[str]:
         lines.append(f"kappa     {direction}: {kappa_words(section)}")
     if found["fisher"]:
         lines.append(f"          {KAPPA}")
-    lines += [f"note      {one_line(note, 400)}" for note in report["notes"]]
+    lines += [f"note      {printable(note, 400)}" for note in report["notes"]]
     lines.append(f"scope     {report['not_covered']}")
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report["seconds"].items())
     return [*lines, f"time      {took}"]

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from mmclip import distributed
 from mmclip.array_files import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.commands.evaluate import load_model
-from mmclip.config.advise import AdviseSettings
+from mmclip.config.advise import AdviseConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.metrics.fisher_report import PER_DIMENSION
 from mmclip.similarity import SCALE_INIT
@@ -55,12 +55,12 @@ class Encoded:
     notes: list[str] = field(default_factory=list)
 
 
-def encode(settings: AdviseSettings, folder: Path) -> Encoded:
-    """Vectors from the folder's cache where they are there. Errors: UsageError, one line."""
+def encode(settings: AdviseConfig, folder: Path) -> Encoded:
+    """Vectors from the folder's cache where they are there. Errors: UserError, one line."""
     return _encode_text(settings, folder) if settings.kind == "text" else _encode_clip(settings, folder)
 
 
-def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
+def _encode_text(settings: AdviseConfig, folder: Path) -> Encoded:
     from mmclip.data.beir import open_beir
     from mmclip.models.text_open import open_text_model
 
@@ -116,7 +116,7 @@ def _encode_text(settings: AdviseSettings, folder: Path) -> Encoded:
 
 
 def text_split(root: Path, asked: str | None) -> tuple[str, bool]:
-    """(split of a BEIR folder to try on, whether it is lent because there is no training split). Errors: UsageError."""
+    """(split of a BEIR folder to try on, whether it is lent because there is no training split). Errors: UserError."""
     from mmclip.data.beir import QRELS, require_beir
 
     there = sorted(p.stem for p in (root / QRELS).glob("*.tsv"))
@@ -136,7 +136,7 @@ def drawn(data: TextCollection, limit: int, seed: int) -> tuple[np.ndarray, np.n
     return queries, np.sort(np.concatenate([needed, others[: max(0, limit - len(needed))]]))
 
 
-def stand_in_rows(data: TextCollection, queries: np.ndarray, dim: int, settings: AdviseSettings) -> np.ndarray:
+def stand_in_rows(data: TextCollection, queries: np.ndarray, dim: int, settings: AdviseConfig) -> np.ndarray:
     """Documents with a title and a text, for kappa where the queries are too few for it; enough for its nulls."""
     if not settings.fisher or len(queries) >= PER_DIMENSION * dim:
         return np.empty(0, dtype=np.int64)
@@ -145,12 +145,12 @@ def stand_in_rows(data: TextCollection, queries: np.ndarray, dim: int, settings:
     return np.sort(rng.permutation(both)[: min(2 * PER_DIMENSION * dim, settings.limit)]).astype(np.int64)
 
 
-def _texts(model: TextModel, role: str, texts: Sequence[str], settings: AdviseSettings) -> Tensor:
+def _texts(model: TextModel, role: str, texts: Sequence[str], settings: AdviseConfig) -> Tensor:
     print(f"encoding {len(texts):,} texts as {role}", file=sys.stderr, flush=True)
     return model.encode(texts, role, settings.encode_batch_size)
 
 
-def _encode_clip(settings: AdviseSettings, folder: Path) -> Encoded:
+def _encode_clip(settings: AdviseConfig, folder: Path) -> Encoded:
     assert settings.model is not None and settings.data is not None
     csv = (settings.dataset_type, settings.csv_img_key, settings.csv_caption_key, settings.csv_separator)
     whole = open_data(settings.data, settings.split, "train", *csv)
@@ -219,7 +219,7 @@ def _cached(folder: Path, key: Json) -> dict[str, np.ndarray] | None:
         arrays = read_arrays(path)
         if read_json_array(arrays.pop("key"), "key") != key:
             return None
-    except (UsageError, KeyError):
+    except (UserError, KeyError):
         return None
-    print(f"vectors: taken from {one_line(path)}", file=sys.stderr)
+    print(f"vectors: taken from {printable(path)}", file=sys.stderr)
     return arrays

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 
 DOCUMENTS, QUESTION = "documents", "question"
 PROMPT = """Answer the question in a few words, with the help of the documents.
@@ -96,7 +96,7 @@ def first_line(text: str) -> str:
 class Template:
     """A prompt with fields, as Python's format strings have them: {{ and }} are braces.
 
-    text: the template; fields: every field that has to be in it, and no other. Errors: UsageError naming ``where``.
+    text: the template; fields: every field that has to be in it, and no other. Errors: UserError naming ``where``.
     """
 
     def __init__(self, text: str, fields: Sequence[str], where: str) -> None:
@@ -105,18 +105,18 @@ class Template:
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise UsageError(f"{where}: {error}; a brace that belongs to the text is written twice") from None
+            raise UserError(f"{where}: {error}; a brace that belongs to the text is written twice") from None
         for _, field, spec, conversion in parts:
             if field is not None and (field not in fields or spec or conversion):
                 shown = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-                raise UsageError(
-                    f"{where}: unknown field {{{one_line(shown, 60)}}}; valid: {valid} (a brace that belongs to the "
+                raise UserError(
+                    f"{where}: unknown field {{{printable(shown, 60)}}}; valid: {valid} (a brace that belongs to the "
                     "text is written twice)"
                 )
         self._parts = [(literal, field) for literal, field, _, _ in parts]
         missing = [f for f in fields if f not in (field for _, field in self._parts)]
         if missing:
-            raise UsageError(f"{where}: no {{{missing[0]}}} in it; needed: {valid}")
+            raise UserError(f"{where}: no {{{missing[0]}}} in it; needed: {valid}")
 
     def fill(self, question: str, documents: Sequence[str] = ()) -> str:
         """The prompt: documents as numbered lines, white space in texts collapsed."""
@@ -126,20 +126,20 @@ class Template:
 
 
 def read_template(path: str | None, default: str, fields: Sequence[str], flag: str) -> Template:
-    """The template of a file, ``default`` where none is named. Errors: UsageError naming the flag."""
+    """The template of a file, ``default`` where none is named. Errors: UserError naming the flag."""
     if path is None:
         return Template(default, fields, flag)
-    where = f"{flag} {one_line(path)}"
+    where = f"{flag} {printable(path)}"
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_PROMPT_BYTES + 1)
         if len(text) > MAX_PROMPT_BYTES:
-            raise UsageError(f"{where}: more than {MAX_PROMPT_BYTES:,} bytes; a prompt template is a few lines")
+            raise UserError(f"{where}: more than {MAX_PROMPT_BYTES:,} bytes; a prompt template is a few lines")
         return Template(text.decode("utf-8").removesuffix("\n"), fields, where)
     except OSError as error:
-        raise UsageError(f"{where}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{where}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: not UTF-8: {error.reason}") from None
+        raise UserError(f"{where}: not UTF-8: {error.reason}") from None
 
 
 class Prompt(NamedTuple):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip.data.beir import TextCollection
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.metrics import rank as metrics
 from mmclip.similarity import Direction
@@ -50,7 +50,7 @@ class Asks(Protocol):
 class Predictions:
     """What a reader wrote, key -> text, kept in a file of JSON lines as it comes.
 
-    A torn last line, which a killed run leaves, is dropped. Errors: UsageError naming any other line that is no
+    A torn last line, which a killed run leaves, is dropped. Errors: UserError naming any other line that is no
     prediction.
     """
 
@@ -65,8 +65,8 @@ class Predictions:
                 if not isinstance(key, str) or not isinstance(text, str):
                     raise TypeError
             except (ValueError, TypeError, KeyError, RecursionError):
-                raise UsageError(
-                    f"{one_line(path)}: line {number} is no prediction: {one_line(line.decode(errors='replace'), 60)}; "
+                raise UserError(
+                    f"{printable(path)}: line {number} is no prediction: {printable(line.decode(errors='replace'), 60)}; "
                     "take the line out, or choose another --output"
                 ) from None
             self.texts[key] = text

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.models.text_weights import quiet
 from mmclip.tasks.rag import Prompt, Template, TooLong, fit
 
@@ -70,7 +70,7 @@ class Reader:
     def prompt(self, question: str, documents: Sequence[str] | None) -> Prompt:
         """What is asked, as the model reads it; None: without documents. It fits: documents are cut from the last one.
 
-        Errors: UsageError where the question and the instruction alone are too long.
+        Errors: UserError where the question and the instruction alone are too long.
         """
         question = self._plain(question)
         template = self.closed if documents is None else self.template
@@ -82,14 +82,14 @@ class Reader:
                 self.limit,
             )
         except TooLong as error:
-            raise UsageError(
-                f"--reader {one_line(self.name)}: takes {self.limit} tokens, and without any document the prompt of "
-                f"{one_line(question, 60)!r} has {error.size}: --max-input-tokens, or a shorter --prompt-file"
+            raise UserError(
+                f"--reader {printable(self.name)}: takes {self.limit} tokens, and without any document the prompt of "
+                f"{printable(question, 60)!r} has {error.size}: --max-input-tokens, or a shorter --prompt-file"
             ) from None
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[str]) -> list[str]:
-        """One batch: what the reader writes after each prompt, without special tokens. Errors: UsageError."""
+        """One batch: what the reader writes after each prompt, without special tokens. Errors: UserError."""
         if self._model is None:
             self._model = _weights(self)
         inputs = self.tokenizer(
@@ -116,8 +116,8 @@ class Reader:
                 )
             )
         except Exception as error:  # a template is a program of the folder's, run in transformers' sandbox
-            raise UsageError(
-                f"--reader {one_line(self.name)}: its chat template cannot be used: {one_line(error, 200)}"
+            raise UserError(
+                f"--reader {printable(self.name)}: its chat template cannot be used: {printable(error, 200)}"
             ) from None
 
     def _plain(self, text: str) -> str:
@@ -141,7 +141,7 @@ def open_reader(
     max_input_tokens: int | None = None,
     batch_size: int = 8,
 ) -> Reader:
-    """A reader's configuration and tokenizer, checked. Errors: UsageError, one line."""
+    """A reader's configuration and tokenizer, checked. Errors: UserError, one line."""
     from transformers import AutoConfig, AutoTokenizer
 
     require_reader(name)
@@ -151,12 +151,12 @@ def open_reader(
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # a folder may hold anything, a hub may be away
-            raise UsageError(f"--reader {one_line(name)}: cannot be loaded: {one_line(error, 240)}") from None
+            raise UserError(f"--reader {printable(name)}: cannot be loaded: {printable(error, 240)}") from None
     if not config.is_encoder_decoder:
         tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise UsageError(f"--reader {one_line(name)}: its tokenizer has neither a padding nor an end token")
+            raise UserError(f"--reader {printable(name)}: its tokenizer has neither a padding nor an end token")
         tokenizer.pad_token = tokenizer.eos_token
     limit = _limit(name, config, tokenizer, max_input_tokens, max_new_tokens)
     return Reader(
@@ -166,13 +166,13 @@ def open_reader(
 
 
 def require_reader(name: str) -> None:
-    """Look for a folder and read nothing. Errors: UsageError."""
+    """Look for a folder and read nothing. Errors: UserError."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UsageError(f"--reader {one_line(name)}: no config.json in it; a transformers folder is expected")
+            raise UserError(f"--reader {printable(name)}: no config.json in it; a transformers folder is expected")
     elif name.startswith((".", "/", "~")):
-        raise UsageError(f"--reader {one_line(name)}: no such folder")
+        raise UserError(f"--reader {printable(name)}: no such folder")
 
 
 def _limit(name: str, config: Any, tokenizer: Any, asked: int | None, new: int) -> int | None:
@@ -182,10 +182,10 @@ def _limit(name: str, config: Any, tokenizer: Any, asked: int | None, new: int) 
     own = tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None
     room = 0 if config.is_encoder_decoder else new
     if places is not None and (places <= new or (asked or 0) + room > places):
-        raise UsageError(
-            f"--reader {one_line(name)}: has {places} positions; --max-input-tokens {asked} and --max-new-tokens {new} "
+        raise UserError(
+            f"--reader {printable(name)}: has {places} positions; --max-input-tokens {asked} and --max-new-tokens {new} "
             "do not fit" if asked else
-            f"--reader {one_line(name)}: has {places} positions; --max-new-tokens {new} leaves none for a prompt"
+            f"--reader {printable(name)}: has {places} positions; --max-new-tokens {new} leaves none for a prompt"
         )  # fmt: skip
     if asked is not None:
         return asked
@@ -193,7 +193,7 @@ def _limit(name: str, config: Any, tokenizer: Any, asked: int | None, new: int) 
     if not known:
         return None
     if min(known) <= room:
-        raise UsageError(f"--reader {one_line(name)}: takes {min(known)} tokens; --max-new-tokens {new} leaves none")
+        raise UserError(f"--reader {printable(name)}: takes {min(known)} tokens; --max-new-tokens {new} leaves none")
     return min(known) - room
 
 
@@ -207,7 +207,7 @@ def _revision(name: str, config: Any) -> str:
 
 
 def _weights(reader: Reader) -> Any:
-    """The model, decoding greedily whatever its folder says of sampling. Errors: UsageError."""
+    """The model, decoding greedily whatever its folder says of sampling. Errors: UserError."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
     kind: Any = AutoModelForSeq2SeqLM if reader.text_to_text else AutoModelForCausalLM
@@ -221,11 +221,11 @@ def _weights(reader: Reader) -> Any:
                 output_loading_info=True,
             )
         except Exception as error:  # a folder may hold anything, a hub may be away
-            raise UsageError(f"--reader {one_line(reader.name)}: cannot be loaded: {one_line(error, 240)}") from None
+            raise UserError(f"--reader {printable(reader.name)}: cannot be loaded: {printable(error, 240)}") from None
     if missing := sorted(loading["missing_keys"]):
-        raise UsageError(
-            f"--reader {one_line(reader.name)}: {len(missing)} weights are not in its files, the first "
-            f"{one_line(missing[0], 80)}: no {reader.facts['kind']} model, or a damaged one"
+        raise UserError(
+            f"--reader {printable(reader.name)}: {len(missing)} weights are not in its files, the first "
+            f"{printable(missing[0], 80)}: no {reader.facts['kind']} model, or a damaged one"
         )
     own = model.generation_config
     model.generation_config = GenerationConfig(

@@ -24,7 +24,7 @@ from scipy import stats
 from torch import Tensor
 
 from mmclip.data.beir import read_lines
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.metrics import rank as metrics
 from mmclip.metrics.magnitude import MIN_DEFINED, summary
 from mmclip.similarity import FIXED_NORMALIZATIONS, TINY, Exponents, magnitude, score
@@ -74,7 +74,7 @@ def open_sts(path: str | Path) -> StsPairs:
     """Read a .csv, or tab-separated lines; the header names the columns, in any order, and others are not read.
 
     A tab-separated file has no quoting: a sentence may begin with a quote mark. In a .csv quote marks are syntax.
-    Errors: UsageError naming the file and the line.
+    Errors: UserError naming the file and the line.
     """
     path = Path(path)
     rows = _csv_rows(path) if path.suffix.lower() == ".csv" else ((n, x.split("\t")) for n, x in read_lines(path))
@@ -84,39 +84,39 @@ def open_sts(path: str | Path) -> StsPairs:
     for wanted in (SCORE_NAMES, *((s,) for s in SENTENCES)):
         found = [i for i, name in enumerate(names) if name in wanted]
         if len(found) != 1:
-            raise UsageError(f"{one_line(path)}: line {number}: a header with one column of each of {SCORE_NAMES[0]} "
+            raise UserError(f"{printable(path)}: line {number}: a header with one column of each of {SCORE_NAMES[0]} "
                              f"(or {', '.join(SCORE_NAMES[1:])}), {', '.join(SENTENCES)} was expected, got "
-                             f"{one_line(', '.join(header) or 'nothing', 120)}")  # fmt: skip
+                             f"{printable(', '.join(header) or 'nothing', 120)}")  # fmt: skip
         column[wanted[0]] = found[0]
     first, second, scores = [], [], []
     for number, cells in rows:
-        where = f"{one_line(path)}: line {number}"
+        where = f"{printable(path)}: line {number}"
         if len(cells) != len(header):
-            raise UsageError(f"{where}: {len(header)} columns were expected, as in the header, got {len(cells)}: "
-                             f"{one_line(' | '.join(cells), 80)}")  # fmt: skip
+            raise UserError(f"{where}: {len(header)} columns were expected, as in the header, got {len(cells)}: "
+                             f"{printable(' | '.join(cells), 80)}")  # fmt: skip
         text = cells[column[SCORE_NAMES[0]]]
         try:
             value = float(text)
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise UsageError(f"{where}: the score is a number, got {one_line(text, 60)!r}")
+            raise UserError(f"{where}: the score is a number, got {printable(text, 60)!r}")
         scores.append(value)
         first.append(cells[column["sentence1"]].strip())
         second.append(cells[column["sentence2"]].strip())
     pairs = StsPairs(str(path), first, second, np.array(scores, dtype=np.float64))
-    require_order(pairs, one_line(path))
+    require_order(pairs, printable(path))
     if empty := sum(not s for s in first + second):
-        pairs.notes.append(f"{empty} empty sentence{'s' * (empty > 1)} in {one_line(path)}, scored like all others")
+        pairs.notes.append(f"{empty} empty sentence{'s' * (empty > 1)} in {printable(path)}, scored like all others")
     return pairs
 
 
 def require_order(pairs: StsPairs, what: str) -> None:
-    """Errors: UsageError where there is nothing to order: fewer than 3 pairs, or one score for all."""
+    """Errors: UserError where there is nothing to order: fewer than 3 pairs, or one score for all."""
     if len(pairs) < FEWEST:
-        raise UsageError(f"{what}: {len(pairs)} pair{'s' * (len(pairs) != 1)}; at least {FEWEST} are needed")
+        raise UserError(f"{what}: {len(pairs)} pair{'s' * (len(pairs) != 1)}; at least {FEWEST} are needed")
     if np.ptp(pairs.scores) == 0:
-        raise UsageError(f"{what}: all {len(pairs)} scores are {pairs.scores[0]:g}: there is no order to find")
+        raise UserError(f"{what}: all {len(pairs)} scores are {pairs.scores[0]:g}: there is no order to find")
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -135,7 +135,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise UsageError(f"{one_line(path)}: line {number}: not CSV: {one_line(error, 120)}") from None
+            raise UserError(f"{printable(path)}: line {number}: not CSV: {printable(error, 120)}") from None
         if cells is None:
             return
         yield number - (reader.line_num - before - 1), cells

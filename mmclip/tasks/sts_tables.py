@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.reporting.table_parts import column, make_console, new_table, row
 
 Json = dict[str, Any]
@@ -17,7 +17,9 @@ def print_sts(report: Json, console: Console | None = None) -> None:
     """The untrained model's scorings and, where any were trained, each norm's native scores over its seeds."""
     console = console or make_console()
     data, before = report["data"], report["untrained"]
-    console.print(Text(f"{one_line(report['model'], 80)} on {data['n_pairs']} pairs of {one_line(data['path'], 120)}"))
+    console.print(
+        Text(f"{printable(report['model'], 80)} on {data['n_pairs']} pairs of {printable(data['path'], 120)}")
+    )
     table = new_table("scoring")
     for top, bottom in (("Spearman", "[95 %]"), ("less", "cosine"), ("", "Pearson"), ("s(a,b) with", "s(b,a)"),
                         ("Spearman", "exchanged")):  # fmt: skip

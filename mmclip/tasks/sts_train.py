@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mmclip.config.sts import AUTO, PAPER_SCALE, StsSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.sts import AUTO, PAPER_SCALE, StsConfig
+from mmclip.errors import UserError, printable
 from mmclip.models.text_encoder import ROLES, TextModel
 from mmclip.similarity import Direction, Normalization, RoleSimilarity
 from mmclip.tasks.sts import StsPairs, pair_scores, require_order, same_sentence
@@ -53,7 +53,7 @@ class RoleMSELoss(nn.Module):
             scale = 1.0 if norm is Normalization.COSINE else PAPER_SCALE
         number = math.inf if isinstance(scale, str) else scale
         if scale != AUTO and not 0 < number < math.inf:
-            raise ValueError(f"scale {one_line(scale, 60)!r} is neither a number above 0 nor {AUTO!r}")
+            raise ValueError(f"scale {printable(scale, 60)!r} is neither a number above 0 nor {AUTO!r}")
         if norm is not Normalization.COSINE and type(model[len(model) - 1]).__name__ == "Normalize":
             raise ValueError(f"norm {norm.value!r} needs raw vectors: take the model's final Normalize module off")
         self.model = model
@@ -118,7 +118,7 @@ def label_top(scores: Array) -> float:
 def split_pairs(pairs: StsPairs, share: float, seed: int) -> tuple[StsPairs, StsPairs]:
     """(train, held out): whole groups of pairs that share sentences, drawn until ``share`` of the pairs is held out.
 
-    Errors: UsageError where one of them has too few pairs, or no order.
+    Errors: UserError where one of them has too few pairs, or no order.
     """
     order = np.random.default_rng(seed).permutation(pairs.groups.max() + 1)
     sizes = np.bincount(pairs.groups)[order]
@@ -126,7 +126,7 @@ def split_pairs(pairs: StsPairs, share: float, seed: int) -> tuple[StsPairs, Sts
     held = np.isin(pairs.groups, order[:enough])
     parts = pairs.take(np.flatnonzero(~held)), pairs.take(np.flatnonzero(held))
     for name, part in zip(("to train on", "held out"), parts, strict=True):
-        require_order(part, f"--holdout {share:g} of {one_line(pairs.path)}: {name}")
+        require_order(part, f"--holdout {share:g} of {printable(pairs.path)}: {name}")
     return parts
 
 
@@ -137,8 +137,8 @@ def without_sentences_of(pairs: StsPairs, others: StsPairs) -> StsPairs:
             if not known & {same_sentence(s) for s in two}]  # fmt: skip
     kept = pairs.take(np.array(rows, dtype=np.int64))
     if left := len(pairs) - len(kept):
-        kept.notes.append(f"{left} training pairs left out: a sentence of theirs is in {one_line(others.path)}")
-    require_order(kept, f"{one_line(pairs.path)} without the sentences of {one_line(others.path)}")
+        kept.notes.append(f"{left} training pairs left out: a sentence of theirs is in {printable(others.path)}")
+    require_order(kept, f"{printable(pairs.path)} without the sentences of {printable(others.path)}")
     return kept
 
 
@@ -146,7 +146,7 @@ def train_pairs(
     model: TextModel,
     norm: str,
     pairs: StsPairs,
-    settings: StsSettings,
+    settings: StsConfig,
     seed: int,
     vectors: Vectors | None = None,
 ) -> tuple[RoleMSELoss, ResidualHead | None, list[float]]:
@@ -154,7 +154,7 @@ def train_pairs(
     every step).
 
     vectors: raw [P, D] of both sides, where a head on them is trained instead of the model; else the head is None.
-    Errors: UsageError where the loss is not finite.
+    Errors: UserError where the loss is not finite.
     """
     encoder = model.encoder
     total = settings.epochs * math.ceil(len(pairs) / settings.batch_size)
@@ -181,7 +181,7 @@ def train_pairs(
                         query, document = (head(v[rows].to(labels)) for v in vectors)
                         value = loss.of_vectors(query, document, goal)
                 if not value.isfinite():
-                    raise UsageError(f"--norms {norm}: the loss is not finite at step {len(history)}; a smaller --lr?")
+                    raise UserError(f"--norms {norm}: the loss is not finite at step {len(history)}; a smaller --lr?")
                 optimizer.zero_grad(set_to_none=True)
                 value.backward()
                 optimizer.step()
@@ -190,7 +190,7 @@ def train_pairs(
     return loss, head, history
 
 
-def _optimizer(trained: nn.Module, loss: RoleMSELoss, settings: StsSettings) -> torch.optim.AdamW:
+def _optimizer(trained: nn.Module, loss: RoleMSELoss, settings: StsConfig) -> torch.optim.AdamW:
     """AdamW: decay on matrices alone, gamma with a learning rate of its own."""
     parameters = [p for p in trained.parameters() if p.requires_grad]
     gammas = [p for p in loss.similarity.parameters() if p.requires_grad]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmclip.errors import UsageError, one_line, reason
+from mmclip.errors import UserError, printable, reason
 from mmclip.io import megabytes, remove_partials, require_space, write_atomically, write_text_atomically
 from mmclip.models.factory import Model
 from mmclip.training.resume import FORMAT
@@ -23,14 +23,14 @@ LATEST = "latest"  # a text file that names the newest checkpoint
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write ``step_NNNNNNNN.pt`` atomically, point ``latest`` at it, and drop all but the newest ``keep``.
 
-    Errors: UsageError where it cannot be written, or where a weight is not finite; the checkpoints before it stay.
+    Errors: UserError where it cannot be written, or where a weight is not finite; the checkpoints before it stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_partials(folder)  # of a process that was killed while it saved
     path = folder / f"step_{step:08d}.pt"
     broken = [n for n, t in state["towers"].items() if not t.isfinite().all()]
     if broken:
-        raise UsageError(
+        raise UserError(
             f"step {step}: {len(broken)} weights are not finite, such as {broken[0]}; no checkpoint is made of them. "
             f"{_newest(folder)}. Try a lower --lr or --grad-clip-norm 1"
         )
@@ -51,7 +51,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
 def require_checkpoint_space(folder: Path, model: Model, keep: int) -> None:
     """Refuse before training what could not be saved: ``keep`` checkpoints, one more while it is written, the export.
 
-    Errors: UsageError naming sizes and folder.
+    Errors: UserError naming sizes and folder.
     """
     locked = model.towers.locked_names()
     state = model.towers.state_dict()
@@ -76,11 +76,11 @@ def _newest(folder: Path) -> str:
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
     """The file that ``--resume`` means: 'latest' follows the pointer in ``folder`` (None before the first one), else a
-    path. Errors: UsageError for a file that is not there."""
+    path. Errors: UserError for a file that is not there."""
     if resume != LATEST:
         path = Path(resume)
         if not path.is_file():
-            raise UsageError(f"--resume {one_line(resume)}: no such file (a checkpoint's path, or 'latest')")
+            raise UserError(f"--resume {printable(resume)}: no such file (a checkpoint's path, or 'latest')")
         return path
     pointer, there = folder / LATEST, sorted(folder.glob("step_*.pt"))
     if not pointer.is_file():
@@ -88,14 +88,14 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     path = folder / (Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name or "nothing")
     if not path.is_file():
         others = ", ".join(p.name for p in there) or "none"
-        raise UsageError(
-            f"--resume latest: {pointer} names {one_line(path.name, 80)}, which is not there; there: {others}"
+        raise UserError(
+            f"--resume latest: {pointer} names {printable(path.name, 80)}, which is not there; there: {others}"
         )
     return path
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Tensors and plain values only: a pickle that would run code is refused. Errors: UsageError naming the file."""
+    """Tensors and plain values only: a pickle that would run code is refused. Errors: UserError naming the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch writes checksums and does not read them
@@ -105,9 +105,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # pickle, zip and file errors of every kind mean the same to the user
         others = ", ".join(sorted(p.name for p in path.parent.glob("step_*.pt") if p != path))
         hint = f"; beside it are {others}: give --resume the path of one" if others else ""
-        raise UsageError(f"{path}: not a checkpoint that can be read safely: {reason(error, 200)}{hint}") from None
+        raise UserError(f"{path}: not a checkpoint that can be read safely: {reason(error, 200)}{hint}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UsageError(f"{path}: not an mmclip training checkpoint (model weights go to --pretrained)")
+        raise UserError(f"{path}: not an mmclip training checkpoint (model weights go to --pretrained)")
     return state
 
 

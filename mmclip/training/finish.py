@@ -10,7 +10,7 @@ from typing import Any
 from rich.progress import TaskID
 
 from mmclip.embeddings.encode import Runner
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.bank import draw_bank
 from mmclip.evaluation.eval_set import EvalData
 from mmclip.evaluation.eval_source import EvalSource
@@ -53,7 +53,7 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
     checkpoints.export_model(trainer.folder / "model", trainer.model, log_alpha, about)
     if trainer.skipped.why:
         print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
-    print(f"model: {one_line(trainer.folder / 'model')}", file=sys.stderr)
+    print(f"model: {printable(trainer.folder / 'model')}", file=sys.stderr)
     if trainer.val_source is None:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
         return None
@@ -84,11 +84,11 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
     print_zero_shot(results)
     if others:
         print_comparison({name: results, **others})
-    print(f"results: {one_line(trainer.folder / 'results.json')}")
+    print(f"results: {printable(trainer.folder / 'results.json')}")
     if settings.report:
         print_report(name, trainer.folder)
     if settings.strict and trainer.told:
-        raise UsageError(f"alarm (--strict): {trainer.told[0].text}")
+        raise UserError(f"alarm (--strict): {trainer.told[0].text}")
     return results
 
 
@@ -102,8 +102,8 @@ def print_report(name: str, folder: Path) -> None:
     from mmclip.reporting.page import REPORT_FILE, write_report  # matplotlib and jinja2 take a second to import
 
     try:
-        print(f"report: {one_line(write_report({name: folder}, folder / REPORT_FILE))}")
-    except UsageError as error:
+        print(f"report: {printable(write_report({name: folder}, folder / REPORT_FILE))}")
+    except UserError as error:
         print(f"no report: {error}", file=sys.stderr)
 
 
@@ -153,7 +153,7 @@ def evaluate_with_bar(data: EvalData, native: Exponents, about: Mapping[str, Any
 
         def progress(pool: str, done: int, total: int) -> None:
             if pool not in tasks:
-                tasks[pool] = bar.add_task(f"ranking, pool {one_line(pool, 40)}", total=total, note="")
+                tasks[pool] = bar.add_task(f"ranking, pool {printable(pool, 40)}", total=total, note="")
             bar.update(tasks[pool], completed=done)
 
         return evaluate(data, native, about, progress=progress, **how)

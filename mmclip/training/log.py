@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 
 METRICS = "metrics.jsonl"
@@ -80,8 +80,8 @@ class RunLog:
             self.file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
             self.file.flush()
         except OSError as error:
-            raise UsageError(
-                f"{one_line(self.file.name)}: cannot be written: {error.strerror}: free some space and continue "
+            raise UserError(
+                f"{printable(self.file.name)}: cannot be written: {error.strerror}: free some space and continue "
                 "from the last checkpoint with --resume latest"
             ) from None
         if self.writer:

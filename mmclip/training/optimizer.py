@@ -7,14 +7,14 @@ import math
 import torch
 from torch import nn
 
-from mmclip.config.clip import TrainSettings
-from mmclip.errors import UsageError
+from mmclip.config.clip import TrainConfig
+from mmclip.errors import UserError
 from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.losses.schedule import as_step
 from mmclip.models.towers import Towers
 
 
-def parameter_groups(towers: Towers, loss: ContrastiveLoss, settings: TrainSettings) -> list[dict[str, object]]:
+def parameter_groups(towers: Towers, loss: ContrastiveLoss, settings: TrainConfig) -> list[dict[str, object]]:
     """AdamW groups: decayed matrices, undecayed vectors, magnitude-carrying projections, alpha and gamma.
 
     As in open_clip, vectors (biases, norms, class embedding) and alpha have no weight decay. The output projections
@@ -49,25 +49,25 @@ def parameter_groups(towers: Towers, loss: ContrastiveLoss, settings: TrainSetti
     ]
 
 
-def build_optimizer(towers: Towers, loss: ContrastiveLoss, settings: TrainSettings) -> torch.optim.AdamW:
+def build_optimizer(towers: Towers, loss: ContrastiveLoss, settings: TrainConfig) -> torch.optim.AdamW:
     groups = parameter_groups(towers, loss, settings)
     return torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True)
 
 
-def steps_in_all(settings: TrainSettings, per_epoch: int) -> int:
+def steps_in_all(settings: TrainConfig, per_epoch: int) -> int:
     steps = per_epoch * settings.epochs
     return steps if settings.max_steps is None else min(steps, settings.max_steps)
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """A fraction below 1 of the run, or a number of steps. Errors: UsageError where it would fill the run.
+    """A fraction below 1 of the run, or a number of steps. Errors: UserError where it would fill the run.
 
     >>> warmup_steps(0.1, 200), warmup_steps(50, 200)
     (20, 50)
     """
     steps = as_step(warmup, total_steps)
     if steps and steps >= total_steps:
-        raise UsageError(
+        raise UserError(
             f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps; "
             "the learning rate would never reach its peak"
         )

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmclip import distributed
 from mmclip.data.loading import Batch
 from mmclip.data.reading import ReaderDied
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.reporting.table_parts import column, make_console, new_table, row
 from mmclip.training import failures
 from mmclip.training.log import progress_bar
@@ -98,7 +98,7 @@ def measure(trainer: Trainer, steps: int) -> tuple[Measured | None, int]:
     """Take WARMUP steps, ``steps`` untouched ones for the speed, and as many with the clock around their parts.
 
     Returns what was found, and 0 or the number of the signal that ended it after the step that it came in: then it is
-    of the steps so far, None before the first one. Errors: UsageError where a step cannot be taken.
+    of the steps so far, None before the first one. Errors: UserError where a step cannot be taken.
     """
     with progress_bar() as bar, Interrupts("leaving after this step, with what is measured") as interrupts:
         bar.disable = bar.disable or trainer.rank != 0
@@ -138,7 +138,7 @@ def _measure(trainer: Trainer, steps: int, batches: Iterator[Batch]) -> Measured
 
 
 def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts) -> Iterator[Batch]:
-    """Epoch after epoch, each batch told, until any process has a signal. Errors: UsageError for an epoch in which no
+    """Epoch after epoch, each batch told, until any process has a signal. Errors: UserError for an epoch in which no
     picture can be read."""
     epoch = 0
     while True:
@@ -160,7 +160,7 @@ def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts)
             distributed.largest([interrupts.signum, 0, 0], trainer.device)
             return
         if not taken:
-            raise UsageError("--benchmark: no step of an epoch has pictures that can be read")
+            raise UserError("--benchmark: no step of an epoch has pictures that can be read")
         epoch += 1
 
 
@@ -171,7 +171,7 @@ def _take(trainer: Trainer, batch: Batch) -> None:
     try:
         trainer.stepper.take(batch, step, trainer.warmup, trainer.total_steps, False)
     except NotFinite as error:
-        raise UsageError(f"--benchmark: step {trainer.step + 1}: the loss is {error.facts['loss']}") from None
+        raise UserError(f"--benchmark: step {trainer.step + 1}: the loss is {error.facts['loss']}") from None
     except torch.OutOfMemoryError as error:
         raise failures.out_of_memory(trainer.step + 1, trainer.settings.batch_size, error) from None
     trainer.step += 1

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmclip.config.clip import CHANGEABLE, TrainSettings
+from mmclip.config.clip import CHANGEABLE, TrainConfig
 from mmclip.distributed.fsdp import shared_out
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.models.towers import Towers
 
 FORMAT = "mmclip-checkpoint-2"
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 CONTENT = {
     "step": int,
     "taken": int,
@@ -65,44 +65,44 @@ FREE_TO_CHANGE = {
 
 
 def check(state: dict[str, Any], path: Path, settings: Mapping[str, Any], ranks: int) -> None:
-    """What can be said before a model loads. Errors: UsageError naming the content, setting or number of processes
+    """What can be said before a model loads. Errors: UserError naming the content, setting or number of processes
     that is not as it was."""
     odd = [k for k, kind in CONTENT.items() if not isinstance(state.get(k), kind)]
     if odd:
-        raise UsageError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
+        raise UserError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
     before, free = state["settings"], FREE_TO_CHANGE | set(settings["may_change"] or ())
     changed = [k for k in before if k not in free and settings.get(k) != before[k]]
     # a flag that is newer than the checkpoint had no effect then, as its default has none
     changed += [k for k in settings if k not in free and k not in before and settings[k] != DEFAULTS.get(k)]
     if changed:
         told = ", ".join(
-            f"{one_line(k, 40)} was {one_line(before.get(k, 'not there'), 60)}, is {one_line(settings.get(k), 60)}"
+            f"{printable(k, 40)} was {printable(before.get(k, 'not there'), 60)}, is {printable(settings.get(k), 60)}"
             for k in changed
         )
         meant = [k for k in changed if k in CHANGEABLE]
         hint = f" (meant? --may-change {' '.join(meant)})" if meant == changed else ""
-        raise UsageError(f"--resume {path}: other settings than the run's: {told}{hint}")
+        raise UserError(f"--resume {path}: other settings than the run's: {told}{hint}")
     if state["ranks"] != ranks:
-        raise UsageError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
+        raise UserError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
 
 
 def check_run(state: dict[str, Any], path: Path, fingerprints: Mapping[str, str], total_steps: int) -> None:
-    """Errors: UsageError for other data, other weights of a locked trunk, or a step beyond the run."""
+    """Errors: UserError for other data, other weights of a locked trunk, or a step beyond the run."""
     for what in {*state["fingerprints"], *fingerprints}:
         if state["fingerprints"].get(what) != fingerprints.get(what):
-            told = "training data are" if what == "data" else f"weights of the locked {one_line(what, 40)} are"
-            raise UsageError(f"--resume {path}: the {told} not the run's")
+            told = "training data are" if what == "data" else f"weights of the locked {printable(what, 40)} are"
+            raise UserError(f"--resume {path}: the {told} not the run's")
     texts = [*state["skipped"].items(), *state["alarms"].items()]
     if not all(isinstance(text, str) for pair in texts for text in pair):
-        raise UsageError(f"--resume {path}: a damaged checkpoint: skipped or alarms hold something else than texts")
+        raise UserError(f"--resume {path}: a damaged checkpoint: skipped or alarms hold something else than texts")
     if not 0 <= state["taken"] <= state["step"] <= total_steps:
-        raise UsageError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
+        raise UserError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
 
 
 def load(
     state: dict[str, Any], path: Path, towers: Towers, loss: ContrastiveLoss, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Put a checked checkpoint's tensors in place. Errors: UsageError for tensors that are not this run's."""
+    """Put a checked checkpoint's tensors in place. Errors: UserError for tensors that are not this run's."""
     locked = towers.locked_names()
     own = {k: v for k, v in towers.state_dict().items() if k not in locked}
     _same_tensors(own, state["towers"], path, "towers")
@@ -110,9 +110,7 @@ def load(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = state["optimizer"].get("state")
     if not isinstance(saved, dict) or (saved and sorted(map(str, saved)) != sorted(map(str, range(len(parameters))))):
-        raise UsageError(
-            f"--resume {path}: a damaged checkpoint: the optimizer's state is not of this run's parameters"
-        )
+        raise UserError(f"--resume {path}: a damaged checkpoint: the optimizer's state is not of this run's parameters")
     for i, moments in saved.items():
         expected = {"step": torch.zeros(()), "exp_avg": parameters[int(i)], "exp_avg_sq": parameters[int(i)]}
         _same_tensors(expected, moments, path, f"optimizer, parameter {i}")
@@ -127,19 +125,19 @@ def _same_tensors(
     own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Path, what: str, finite: bool = True
 ) -> None:
     if not isinstance(saved, dict):
-        raise UsageError(f"--resume {path}: a damaged checkpoint: {what}: {type(saved).__name__}, not tensors by name")
+        raise UserError(f"--resume {path}: a damaged checkpoint: {what}: {type(saved).__name__}, not tensors by name")
     odd = [str(k) for k in {*own, *saved} if not _alike(own.get(k), saved.get(k))]
     if odd:
-        raise UsageError(
+        raise UserError(
             f"--resume {path}: not a checkpoint of this model: {what}: {len(odd)} tensors missing, left over or of "
-            f"another shape, such as {one_line(min(odd), 80)}"
+            f"another shape, such as {printable(min(odd), 80)}"
         )
     broken = [k for k, v in saved.items() if finite and not v.isfinite().all()]
     broken += [k for k in saved if k == "exp_avg_sq" and (saved[k] < 0).any()]
     if broken:
-        raise UsageError(
+        raise UserError(
             f"--resume {path}: a damaged checkpoint: {what}: {len(broken)} tensors hold impossible numbers, such as "
-            f"{one_line(min(broken), 80)}"
+            f"{printable(min(broken), 80)}"
         )
 
 

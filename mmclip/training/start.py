@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.results import START_FILE, json_text
 from mmclip.evaluation.zero_shot import ZeroShot
 from mmclip.io import write_text_atomically
@@ -65,7 +65,7 @@ def measure_start(trainer: Trainer, classes: ZeroShot | None) -> None:
                 query, document, (each, each), each, native, alphas[direction], seed=settings.seed
             )
         write_text_atomically(path, json_text({**results.json, "fisher": fisher}, indent=1))
-        print(f"before the first step: {one_line(path)}", file=sys.stderr, flush=True)
+        print(f"before the first step: {printable(path)}", file=sys.stderr, flush=True)
     distributed.barrier()
 
 

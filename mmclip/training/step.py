@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import distributed
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.losses import schedule as curriculum
 from mmclip.losses.contrastive import ContrastiveLoss, LossOutput, clip_loss, direction_weights
 from mmclip.models.factory import Model
@@ -46,7 +46,7 @@ class Stepper:
     """Towers, loss and optimizer of a run, and ``take``: one step of them."""
 
     def __init__(
-        self, settings: TrainSettings, model: Model, loss: ContrastiveLoss, source: Source, runner: Runner
+        self, settings: TrainConfig, model: Model, loss: ContrastiveLoss, source: Source, runner: Runner
     ) -> None:
         self.settings, self.model, self.towers, self.loss = settings, model, model.towers, loss
         self.source, self.runner = source, runner
@@ -131,7 +131,7 @@ class Stepper:
             with self.runner.autocast():
                 image, text = self.network(images, texts, image_from_trunk, text_from_trunk)
         except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or a model that it cannot take
-            raise UsageError(f"--torchcompile: this model cannot be compiled here: {one_line(error, 200)}") from None
+            raise UserError(f"--torchcompile: this model cannot be compiled here: {printable(error, 200)}") from None
         return image, text
 
     def _loss(self, image: Tensor, text: Tensor, batch: Batch, log: bool) -> LossOutput:
@@ -249,7 +249,7 @@ class Stepper:
         }
 
 
-def initial_gammas(settings: TrainSettings, model: Model) -> float | tuple[float, float]:
+def initial_gammas(settings: TrainConfig, model: Model) -> float | tuple[float, float]:
     """What learned exponents start with: those of the learned run that the model comes from by --init-from, a little
     inside where they are at their ends (which have no gradient), else the flag's."""
     if model.initial.get("norm") != "learned":
@@ -258,7 +258,7 @@ def initial_gammas(settings: TrainSettings, model: Model) -> float | tuple[float
     return gamma_q, gamma_d
 
 
-def build_loss(settings: TrainSettings, model: Model) -> ContrastiveLoss:
+def build_loss(settings: TrainConfig, model: Model) -> ContrastiveLoss:
     """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
     scale = settings.logit_scale_init or model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
     return clip_loss(

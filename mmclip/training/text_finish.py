@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.data.text_pairs import TrainingPairs
 from mmclip.data.text_places import EVALUATIONS, evaluation_name
-from mmclip.errors import one_line
+from mmclip.errors import printable
 from mmclip.evaluation.results import START_FILE, json_text, save_results
 from mmclip.evaluation.text_evaluation import evaluate_text
 from mmclip.io import write_text_atomically
@@ -42,7 +42,7 @@ class Evaluations:
     """Vectors of collections; documents that the one before had, too, as another split of a corpus has, are not encoded
     again."""
 
-    def __init__(self, settings: TextTrainSettings, model: TextModel) -> None:
+    def __init__(self, settings: TextTrainConfig, model: TextModel) -> None:
         self.settings, self.model = settings, model
         self.documents: list[str] = []
         self.vectors = torch.zeros(0, 0)
@@ -60,7 +60,7 @@ class Evaluations:
         self.documents = []
 
 
-def about(settings: TextTrainSettings, run: Run, pairs: TrainingPairs, steps: int) -> Json:
+def about(settings: TextTrainConfig, run: Run, pairs: TrainingPairs, steps: int) -> Json:
     """What both the model and its results say of the run: what is needed to repeat it and to score with it."""
     model = run.model
     return {
@@ -124,7 +124,7 @@ def measure_start(run: Run, pairs: TrainingPairs, val: Sequence[TextCollection],
             **fisher_report(*titles, (each, each), each, native, alpha, seed=settings.seed),
         }
     write_text_atomically(path, json_text({**content, "fisher": fisher}, indent=1))
-    print(f"before the first step: {one_line(path)}", file=sys.stderr, flush=True)
+    print(f"before the first step: {printable(path)}", file=sys.stderr, flush=True)
 
 
 def _training_vectors(run: Run, pairs: TrainingPairs) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
@@ -181,7 +181,7 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
     run.trainer.accelerator.unwrap_model(run.trainer.model_wrapped, keep_fp32_wrapper=False)  # autocast ends here
     run.model.encoder.eval()
     save_text_model(run.model, run.folder / MODEL_FOLDER, said)
-    print(f"model: {one_line(run.folder / MODEL_FOLDER)} ({said['scoring']})", file=sys.stderr, flush=True)
+    print(f"model: {printable(run.folder / MODEL_FOLDER)} ({said['scoring']})", file=sys.stderr, flush=True)
     if not val:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate_text.py", file=sys.stderr)
     evaluations.forget()
@@ -207,8 +207,8 @@ def _say(content: Mapping[str, Any], collection: TextCollection, folder: Path) -
     """nDCG@10 of every scoring, natively and corrected, on one line each data set."""
     retrieval = content["retrieval"][Direction.Q2D.value]
     by = "  ".join(f"{name} {numbers['ndcg@10']:.4f}" for name, numbers in retrieval.items() if "ndcg@10" in numbers)
-    print(f"{one_line(collection.path)} [{one_line(collection.split)}] nDCG@10: {by}")
-    print(f"results: {one_line(folder / 'results.json')}")
+    print(f"{printable(collection.path)} [{printable(collection.split)}] nDCG@10: {by}")
+    print(f"results: {printable(folder / 'results.json')}")
 
 
 def _place(collection: TextCollection) -> Json:

@@ -20,8 +20,8 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from transformers import PrinterCallback
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
-from mmclip.config.text import TextTrainSettings
-from mmclip.errors import UsageError, one_line
+from mmclip.config.text import TextTrainConfig
+from mmclip.errors import UserError, printable
 from mmclip.io import write_atomically
 from mmclip.losses.sentence_transformers import RoleRankingLoss, load_loss, save_loss
 from mmclip.models.text_encoder import TextModel
@@ -69,7 +69,7 @@ class EpochBatches(DefaultBatchSampler):
 class TextTrainer(SentenceTransformerTrainer):
     """The trainer; what it says and keeps is the run's own affair (``Run``)."""
 
-    def __init__(self, settings: TextTrainSettings, model: TextModel, loss: RoleRankingLoss, dataset: Any,
+    def __init__(self, settings: TextTrainConfig, model: TextModel, loss: RoleRankingLoss, dataset: Any,
                  folder: Path, total_steps: int, device: torch.device) -> None:  # fmt: skip
         arguments = SentenceTransformerTrainingArguments(
             output_dir=str(folder),
@@ -114,11 +114,11 @@ class TextTrainer(SentenceTransformerTrainer):
         return self.batches
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Errors: UsageError for a loss that is not finite, before anything is changed by it."""
+        """Errors: UserError for a loss that is not finite, before anything is changed by it."""
         found: Any = super().compute_loss(*args, **kwargs)
         self.step_loss = found.detach()
         if not bool(self.step_loss.isfinite()):
-            raise UsageError(
+            raise UserError(
                 f"step {self.state.global_step + 1}: the loss is not finite, and nothing is saved of it. Try a lower "
                 "--lr, or --logit-scale-init with --norm dot, in a run of another --name"
             )
@@ -144,7 +144,7 @@ class TextTrainer(SentenceTransformerTrainer):
         return path
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Errors: UsageError, one line, for a file that is not whole."""
+        """Errors: UserError, one line, for a file that is not whole."""
         path = Path(resume_from_checkpoint)
         try:
             with quiet():
@@ -156,32 +156,32 @@ class TextTrainer(SentenceTransformerTrainer):
 
 
 def progress_of(checkpoint: Path, ranks: int) -> dict[str, Any]:
-    """What a checkpoint says of its run. Errors: UsageError for a damaged one, or another number of processes."""
+    """What a checkpoint says of its run. Errors: UserError for a damaged one, or another number of processes."""
     try:
         progress: dict[str, Any] = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
         step, _, before = int(progress["step"]), float(progress["seconds"]), int(progress["ranks"])
     except Exception as error:  # nothing of it is what was written
         raise damaged(checkpoint, error) from None
     if before != ranks:
-        raise UsageError(
-            f"{one_line(checkpoint)}: the run had {before} processes at step {step}, now there are {ranks}"
+        raise UserError(
+            f"{printable(checkpoint)}: the run had {before} processes at step {step}, now there are {ranks}"
         )
     return progress
 
 
-def damaged(checkpoint: Path, error: Exception) -> UsageError:
-    return UsageError(
-        f"{one_line(checkpoint)}: a damaged checkpoint ({one_line(error, 120)}): remove that folder, and the same "
+def damaged(checkpoint: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{printable(checkpoint)}: a damaged checkpoint ({printable(error, 120)}): remove that folder, and the same "
         "command goes on from the one before it"
     )
 
 
 def require_finite(model: Any, step: int) -> None:
-    """Errors: UsageError for weights that are no numbers: such a model is no result, and no state to go on from."""
+    """Errors: UserError for weights that are no numbers: such a model is no result, and no state to go on from."""
     bad = [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]
     if bad:
-        raise UsageError(
-            f"step {step}: weights that are not finite ({len(bad)} tensors, the first {one_line(bad[0], 80)}); nothing "
+        raise UserError(
+            f"step {step}: weights that are not finite ({len(bad)} tensors, the first {printable(bad[0], 80)}); nothing "
             "is saved of it. Try a lower --lr, in a run of another --name"
         )
 

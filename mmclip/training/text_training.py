@@ -19,9 +19,9 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from mmclip import distributed
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.beir import TextCollection
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.text_evaluation import quick_numbers
 from mmclip.losses.sentence_transformers import RoleRankingLoss
 from mmclip.models.text_encoder import TextModel
@@ -45,7 +45,7 @@ class Run(TrainerCallback):
 
     def __init__(
         self,
-        settings: TextTrainSettings,
+        settings: TextTrainConfig,
         folder: Path,
         model: TextModel,
         trainer: TextTrainer,
@@ -81,7 +81,7 @@ class Run(TrainerCallback):
 
     def train(self) -> int:
         """Go on to the last step. Returns 0, or the signal's number after which the run was saved and left. Errors:
-        UsageError for a loss that is not finite, an alarm under --strict, no space."""
+        UserError for a loss that is not finite, an alarm under --strict, no space."""
         self.log = RunLog(self.folder if self.rank == 0 else None, self.total, self.step, tensorboard=False)
         try:
             with Interrupts() as self.interrupts:
@@ -97,7 +97,7 @@ class Run(TrainerCallback):
             self.log.close()
         if self.why == ALARM:
             first = self.told[0].text if self.told else "another process tells it"
-            raise UsageError(f"step {self.step}: alarm (--strict): {first}")
+            raise UserError(f"step {self.step}: alarm (--strict): {first}")
         return self.why
 
     # --- what the trainer calls -----------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from mmclip import distributed
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.data.reading import ReaderDied
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.io import write_text_atomically
 from mmclip.losses import schedule as curriculum
@@ -45,7 +45,7 @@ class Trainer:
 
     def __init__(
         self,
-        settings: TrainSettings,
+        settings: TrainConfig,
         folder: Path,
         model: Model,
         source: Source,
@@ -93,7 +93,7 @@ class Trainer:
 
     def train(self) -> int:
         """Go on to the last step. Returns 0, or the signal's number after which the run was saved and left. Errors:
-        UsageError where it cannot go on: a loss that is not finite, an alarm under --strict, no pictures, no space."""
+        UserError where it cannot go on: a loss that is not finite, an alarm under --strict, no pictures, no space."""
         folder = self.folder if self.rank == 0 else None
         log = RunLog(folder, self.total_steps, self.step, self.settings.report_to == "tensorboard")
         try:
@@ -109,12 +109,12 @@ class Trainer:
             if not self.settings.fsdp:  # where a share alone is no checkpoint, and the others do not know
                 self._keep()
             kept = "the newest checkpoint" if self.settings.fsdp else "what was trained"
-            raise UsageError(f"step {self.step + 1}: {error}; {kept} is kept for --resume latest") from None
+            raise UserError(f"step {self.step + 1}: {error}; {kept} is kept for --resume latest") from None
         finally:
             log.close()
         if why == ALARM:
             first = self.told[0].text if self.told else "another process tells it"
-            raise UsageError(f"step {self.step}: alarm (--strict): {first}")
+            raise UserError(f"step {self.step}: alarm (--strict): {first}")
         if why == 0 and self.taken == 0:
             raise failures.no_pictures(self.step, self.step, self.skipped.why)
         return why
@@ -177,10 +177,10 @@ class Trainer:
                     break
                 yield batch, time.perf_counter() - before
             if self.step != (epoch + 1) * per_epoch and self.step < self.total_steps:
-                raise UsageError(f"epoch {epoch + 1} ended after {self.step - epoch * per_epoch} of {per_epoch} steps")
+                raise UserError(f"epoch {epoch + 1} ended after {self.step - epoch * per_epoch} of {per_epoch} steps")
 
     def _pass_over(self) -> dict[str, Any]:
-        """A step without a picture. Errors: UsageError after many in a row: the data are gone."""
+        """A step without a picture. Errors: UserError after many in a row: the data are gone."""
         self.passed_over += 1
         if self.passed_over >= PATIENCE:
             last, self.step = self.step, self.step - self.passed_over  # those steps changed nothing
@@ -189,7 +189,7 @@ class Trainer:
         return {"passed_over": True}
 
     def _take(self, batch: Batch, log: bool) -> dict[str, Any]:
-        """The step that ``self.step`` already counts. Errors: UsageError where its loss or gradient is not finite."""
+        """The step that ``self.step`` already counts. Errors: UserError where its loss or gradient is not finite."""
         self.towers.train()
         self.loss.train()
         try:
@@ -222,7 +222,7 @@ class Trainer:
         return ALARM if self.settings.strict and self.told else interrupts.signum
 
     def note_bad(self, batch: Batch) -> list[str]:
-        """Tell all ranks of all ranks' bad samples; lines for rank 0 to say. Errors: UsageError above a limit."""
+        """Tell all ranks of all ranks' bad samples; lines for rank 0 to say. Errors: UserError above a limit."""
         lines = [line for bad in distributed.gather_objects(batch.bad) for line in self.skipped.add(bad)]
         return lines if self.rank == 0 else []
 
@@ -291,7 +291,7 @@ class Trainer:
             checkpoints.save_checkpoint(self.folder / "checkpoints", self.step, state, keep)
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
-        """Continue from a checkpoint that ``resume.check`` has passed. Errors: UsageError where data or locked weights
+        """Continue from a checkpoint that ``resume.check`` has passed. Errors: UserError where data or locked weights
         have changed, or its tensors are not this run's."""
         resume.check_run(state, path, self.fingerprints, self.total_steps)
         resume.load(state, path, self.towers, self.loss, self.stepper.optimizer)

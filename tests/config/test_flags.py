@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmclip.config.clip import CONFIGS, TrainSettings, parse_train
+from mmclip.config.clip import CONFIGS, TrainConfig, parse_train
 from mmclip.config.files import read_config
 from mmclip.config.loss import LOSSES, NORMS, POSITIVES
-from mmclip.errors import UsageError, one_line
+from mmclip.errors import UserError, printable
 from mmclip.losses.contrastive import LOSS_WEIGHTS, Positives
 from mmclip.similarity import Normalization
 
@@ -84,7 +84,7 @@ def test_names_are_those_of_the_definitions() -> None:
     ],
 )
 def test_bad_flags_are_one_line_that_says_what_is_valid(argv: list[str], told: list[str]) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         parse_train(argv)
     assert "\n" not in str(error.value)
     for part in told:
@@ -133,7 +133,7 @@ def test_bad_flags_are_one_line_that_says_what_is_valid(argv: list[str], told: l
     ],
 )
 def test_bad_config_files_are_one_line(tmp_path: Path, text: str, told: list[str]) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         parse_train(["--config", config(tmp_path, text)])
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
     for part in told:
@@ -143,7 +143,7 @@ def test_bad_config_files_are_one_line(tmp_path: Path, text: str, told: list[str
 
 def test_a_config_that_is_a_folder_or_a_device_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path, Path("/dev/zero")):
-        with pytest.raises(UsageError, match="no such file"):
+        with pytest.raises(UserError, match="no such file"):
             parse_train(["--config", str(path)])
 
 
@@ -152,14 +152,14 @@ def test_aliases_that_multiply_are_never_written_out(tmp_path: Path) -> None:
     """Twelve lists, each of nine times the one before it: written out they would be a terabyte."""
     lists = ["&a0 [x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 13))]
     for text in (f"lr: [{', '.join(lists)}]", f"compare: [{', '.join(lists)}]", f"? [{', '.join(lists)}]\n: 1"):
-        with pytest.raises(UsageError) as error:
+        with pytest.raises(UserError) as error:
             parse_train(["--config", config(tmp_path, text)])
         assert len(str(error.value)) < 300
 
 
 def test_whole_numbers_may_be_written_as_floats_and_text_stays_as_it_stands(tmp_path: Path) -> None:
     path = config(tmp_path, "epochs: 3.0\nbatch_size: 1e2\nname: 007\nlr: 1e-3\nlock_image: yes\nval_steps: ~\n")
-    values = read_config(TrainSettings, Path(path))
+    values = read_config(TrainConfig, Path(path))
     assert values == {"epochs": 3, "batch_size": 100, "name": "007", "lr": 1e-3, "lock_image": True, "val_steps": None}
     assert isinstance(values["epochs"], int) and parse_train(["--epochs", "2.0"]).epochs == 2
 
@@ -167,13 +167,13 @@ def test_whole_numbers_may_be_written_as_floats_and_text_stays_as_it_stands(tmp_
 def test_a_runs_own_config_is_read_back_whole(tmp_path: Path) -> None:
     settings = parse_train(["--train-data", "null", "--name", "1e3", "--lr", "1e-06", "--aug-cfg", "scale=0.9,1"])
     path = config(tmp_path, yaml.safe_dump(settings.to_dict(), sort_keys=False))
-    assert read_config(TrainSettings, Path(path)) == settings.to_dict()
+    assert read_config(TrainConfig, Path(path)) == settings.to_dict()
 
 
 def test_config_values_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMCLIP_TEST_RATE", "0.25")
     path = config(tmp_path, "lr: ${MMCLIP_TEST_RATE}\nname: ${MMCLIP_UNSET_NAME:-run}\n")
-    assert read_config(TrainSettings, Path(path)) == {"lr": 0.25, "name": "run"}
+    assert read_config(TrainConfig, Path(path)) == {"lr": 0.25, "name": "run"}
 
 
 def test_help_is_quick_grouped_and_teaches(root: Path) -> None:
@@ -193,19 +193,19 @@ def test_help_is_quick_grouped_and_teaches(root: Path) -> None:
     for group in ("data:", "model:", "loss and normalization:", "optimization:", "run:"):
         assert group in shown
     assert shown.count("scripts/train_clip.py") >= 3, "three examples"
-    for field in dataclasses.fields(TrainSettings):
+    for field in dataclasses.fields(TrainConfig):
         assert "--" + field.name.replace("_", "-") in shown
 
 
 def test_shown_text_cannot_control_a_terminal() -> None:
-    assert one_line("a\x1b[31m\u202eb\nc") == "a\\x1b[31m\\u202eb\\nc"
-    assert len(one_line("x" * 5000)) == 300
+    assert printable("a\x1b[31m\u202eb\nc") == "a\\x1b[31m\\u202eb\\nc"
+    assert len(printable("x" * 5000)) == 300
 
 
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        ("UsageError('a\\nb\\x1b[31m')", r"error: a\nb\x1b[31m"),
+        ("UserError('a\\nb\\x1b[31m')", r"error: a\nb\x1b[31m"),
         ("OSError(28, 'No space left on device', 'a\\nb')", r"error: a\nb: No space left on device"),
         ("MemoryError()", "error: out of memory"),
         (
@@ -217,7 +217,7 @@ def test_shown_text_cannot_control_a_terminal() -> None:
 )
 def test_a_script_ends_with_one_line_and_exit_code_2(root: Path, error: str, told: str) -> None:
     code = f"""
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.config.flags import run_script
 def main():
     print("caf\u00e9")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmclip.data.shards import open_data
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.data.test_data import jpeg
 
 
@@ -46,7 +46,7 @@ def test_faulty_rows_of_a_csv_are_skipped_and_named(tmp_path: Path) -> None:
     for number, (bad, (_, reason)) in enumerate(zip(data.skipped, rows, strict=True), start=2):
         assert reason in bad.reason and f"line {number}" in bad.reason and "\n" not in str(bad)
     for separator in ("", "ab", '"', "\n"):
-        with pytest.raises(UsageError, match="single character"):
+        with pytest.raises(UserError, match="single character"):
             open_data(str(path), separator=separator)
 
 
@@ -69,7 +69,7 @@ def test_faulty_rows_of_a_csv_are_skipped_and_named(tmp_path: Path) -> None:
 def test_csv_faults_are_one_line(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"pairs\.csv") as error:
+    with pytest.raises(UserError, match=r"pairs\.csv") as error:
         open_data(str(path))
     assert told in str(error.value) and "\n" not in str(error.value)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmclip.data.shards import _count, open_data
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 # The reference reader leaves its files to the garbage collector.
 LEAKY = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -174,7 +174,7 @@ def test_a_duplicate_key_in_another_shard_is_skipped(tmp_path: Path) -> None:
     ],
 )
 def test_faults_of_the_whole_are_one_line(tmp_path: Path, make, told: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         open_data(str(make(tmp_path)))
     assert told in str(error.value) and "\n" not in str(error.value)
 
@@ -220,7 +220,7 @@ def test_a_pattern_longer_than_a_file_name_is_read(tmp_path: Path) -> None:
 def test_nshards_that_disagrees_with_the_shards_is_refused(tmp_path: Path, count: str, told: str) -> None:
     root = folder(tmp_path, shards=[good(1), good(2)])
     (root / "train" / "nshards.txt").write_text(count, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"nshards\.txt") as error:
+    with pytest.raises(UserError, match=r"nshards\.txt") as error:
         open_data(str(root))
     assert told in str(error.value)
 
@@ -248,7 +248,7 @@ def test_nshards_that_disagrees_with_the_shards_is_refused(tmp_path: Path, count
 def test_truth_that_does_not_fit_is_refused(tmp_path: Path, lines: str, told: str) -> None:
     root = folder(tmp_path, shards=[good(1)])
     (root / "train" / "truth.jsonl").write_text(lines, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(UsageError, match=r"truth\.jsonl") as error:
+    with pytest.raises(UserError, match=r"truth\.jsonl") as error:
         open_data(str(root))
     assert told in str(error.value)
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 
 def opened(data: Path, **flags: object) -> tuple[ImageTextData, ImageTextData | None]:
-    train, val, _ = open_training(TrainSettings(train_data=str(data), batch_size=16, **flags))  # type: ignore[arg-type]
+    train, val, _ = open_training(TrainConfig(train_data=str(data), batch_size=16, **flags))  # type: ignore[arg-type]
     return train, val
 
 
@@ -59,18 +59,18 @@ def test_pairs_are_permuted_among_the_images_that_are_trained_on(tiny_data: Path
     ],
 )
 def test_what_cannot_be_taken_is_one_line(tiny_data: Path, flags: dict[str, object], told: str) -> None:
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UserError, match=told) as error:
         opened(tiny_data, **flags)
     assert "\n" not in str(error.value)
 
 
 def test_what_an_evaluation_is_needed_for_is_refused_without_one(tiny_data: Path) -> None:
     for flags in ({"zeroshot_data": "x"}, {"measure_start": True}):
-        with pytest.raises(UsageError, match=r"no evaluation split: give --val-data or --val-holdout"):
+        with pytest.raises(UserError, match=r"no evaluation split: give --val-data or --val-holdout"):
             opened(tiny_data / "train" / "0.tar", **flags)
 
 
 @pytest.mark.parametrize("n", [0, 97])
 def test_a_holdout_that_the_split_does_not_hold_is_one_line(tiny_data: Path, n: int) -> None:
-    with pytest.raises(UsageError, match=rf"train\[holdout {n}\].*of 96 images"):
+    with pytest.raises(UserError, match=rf"train\[holdout {n}\].*of 96 images"):
         open_data(str(tiny_data), f"train[holdout {n}]", "eval")

@@ -16,7 +16,7 @@ from PIL import Image
 from mmclip.data.distractors import KINDS, Corrupted, captions, corrupt, parse_distractors
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Runner
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 PICTURES = [kind for kind, side in KINDS.items() if side == "image"]
 words = st.lists(st.sampled_from(["a", "the", "dog", "cat", "runs", "red", "Straße", "."]), min_size=1, max_size=7)
@@ -140,7 +140,7 @@ def test_shuffled_words_are_a_captions_words_in_an_order_that_is_no_caption(text
     usable = {t for t in texts if len(set(t.casefold().split())) > 1}
     try:
         made = captions("shuffled-words", texts, 1, seed)
-    except UsageError as error:
+    except UserError as error:
         # no word to exchange, or every order of the few words is a caption itself
         assert all(len(t.split()) <= 3 for t in usable), error
         return
@@ -162,7 +162,7 @@ def test_each_caption_comes_once_before_any_comes_again():
 
 def test_orders_that_run_out_are_as_many_as_there_are():
     assert captions("shuffled-words", ["red square", "single", "same same"], 5, 0) == ["square red"]
-    with pytest.raises(UsageError, match="words of 2 captions have no order"):  # each is the other in another order
+    with pytest.raises(UserError, match="words of 2 captions have no order"):  # each is the other in another order
         captions("shuffled-words", ["red square", "Square  red"], 1, 0)
 
 
@@ -205,17 +205,15 @@ def test_kinds_are_told_from_data(tmp_path):
 
 @pytest.mark.parametrize("name", ["blurry", "Blank", "", " ", "x" * 5000, "a\0b", "two\nlines"])
 def test_an_unknown_name_lists_the_kinds_in_one_line(name):
-    with pytest.raises(
-        UsageError, match="valid: blank, noise, blurred, shuffled, boilerplate, shuffled-words"
-    ) as error:
+    with pytest.raises(UserError, match="valid: blank, noise, blurred, shuffled, boilerplate, shuffled-words") as error:
         parse_distractors(["blank", name])
     assert "\n" not in str(error.value)
 
 
 def test_kinds_of_the_other_side_are_refused():
-    with pytest.raises(UsageError, match="no kind of distractor pictures; valid: blank, noise, blurred, shuffled"):
+    with pytest.raises(UserError, match="no kind of distractor pictures; valid: blank, noise, blurred, shuffled"):
         corrupt("boilerplate", picture(), 0)
-    with pytest.raises(UsageError, match="sepia"):
+    with pytest.raises(UserError, match="sepia"):
         Corrupted("sepia", as_tensor, 0)
-    with pytest.raises(UsageError, match="no kind of distractor captions; valid: boilerplate, shuffled-words"):
+    with pytest.raises(UserError, match="no kind of distractor captions; valid: boilerplate, shuffled-words"):
         captions("blank", ["a b"], 1, 0)

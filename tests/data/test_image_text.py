@@ -16,7 +16,7 @@ from PIL import Image
 from mmclip.data.image_text import BadSample, ImageTextData
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.training import skipped
 from mmclip.training.failures import no_pictures
 from tests.data.test_data import folder, good, jpeg, write_tar
@@ -129,7 +129,7 @@ def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path
         picture.mkdir()
     with pytest.raises(BadSample) as error:
         data.read_image(0)
-    with pytest.raises(UsageError) as none:  # embed.py, the evaluation, and training with --cache-features
+    with pytest.raises(UserError) as none:  # embed.py, the evaluation, and training with --cache-features
         Runner(torch.device("cpu"), progress=False).images(lambda x: x.flatten(1), data, TRANSFORM)
     (line,) = skipped.Skipped().add([error.value])  # training
     for text in (str(error.value), line, skipped.told(skipped.by_key([error.value])), str(none.value),

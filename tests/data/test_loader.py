@@ -17,7 +17,7 @@ from mmclip.data import loading as loader
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.loading import Batch, TrainBatches, text_ids
 from mmclip.data.shards import open_data
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.data.test_data import good, jpeg, write_tar
 
 TRANSFORM = transforms.Compose([transforms.RandomResizedCrop(8, scale=(0.5, 1.0)), transforms.ToTensor()])
@@ -55,7 +55,7 @@ def test_ranks_share_an_epoch_without_overlap(n: int, size: int, ranks: int, kee
     data = in_memory(n)
     kwargs = {"batch_size": size, "world_size": ranks, "drop_last": not keep}
     if n < size * ranks and not (keep and n >= ranks):
-        with pytest.raises(UsageError, match=f"more than the {n} images"):
+        with pytest.raises(UserError, match=f"more than the {n} images"):
             batches(data, **kwargs)
         return
     shares = [batches(data, epoch, rank=r, **kwargs) for r in range(ranks)]

@@ -14,7 +14,7 @@ from mmclip.data.scenes.build import VARIANTS, SceneSizes, build_scenes
 from mmclip.data.scenes.captions import render
 from mmclip.data.scenes.classes import CLASSES, TEMPLATES, build_scene_classes, class_names
 from mmclip.data.scenes.world import COLOURS, PLACES, SHAPES, SIZES, Description, Thing
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.data.test_scenes import all_files, read
 
 
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_bytes_and_a_finished_build_is_kept(built: 
 
 @pytest.mark.parametrize("bad", [{"seed": -1}, {"pictures": 0}])
 def test_bad_arguments_are_named(tmp_path: Path, bad: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="valid: 0 or more"):
+    with pytest.raises(UserError, match="valid: 0 or more"):
         build_scene_classes(tmp_path, **bad)
 
 

@@ -28,7 +28,7 @@ from mmclip.data.scenes.captions import (
     render,
 )
 from mmclip.data.scenes.world import Description, Scene, SceneTable
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.helpers.scene_reading import is_true
 
 SMALL = SceneSizes(train=150, test=60, distractors=30)
@@ -258,18 +258,18 @@ def test_two_builds_at_once_end_in_one(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_folder_that_is_no_build_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "scenes").mkdir()
     (tmp_path / "scenes" / "mine.txt").write_text("keep me")
-    with pytest.raises(UsageError, match="no build of the scenes"):
+    with pytest.raises(UserError, match="no build of the scenes"):
         build_scenes(tmp_path, sizes=SMALL)
     assert (tmp_path / "scenes" / "mine.txt").read_text() == "keep me"
 
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'scene'.*scenes, scenes-uninformative"):
+    with pytest.raises(UserError, match=r"'scene'.*scenes, scenes-uninformative"):
         build_scenes(tmp_path, "scene")
-    with pytest.raises(UsageError, match="-1"):
+    with pytest.raises(UserError, match="-1"):
         build_scenes(tmp_path, seed=-1)
     for sizes in ({"train": 0}, {"test": 5}, {"distractors": 10_000}):
-        with pytest.raises(UsageError, match="valid"):
+        with pytest.raises(UserError, match="valid"):
             SceneSizes(**sizes)
     assert list(tmp_path.iterdir()) == []
 

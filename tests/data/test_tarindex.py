@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmclip.data.shards import open_data
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.data.test_data import good, jpeg, write_tar
 
 
@@ -34,7 +34,7 @@ def with_size(path: Path, number: int, size: bytes) -> Path:
 def test_a_negative_size_does_not_send_the_reader_round_for_ever(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", [(f"k{i}.{e}", b"hello") for i in range(3) for e in ("jpg", "txt")])
     back_to_the_second = b"\xff" * 4 + struct.pack(">q", -(3 * 1024 + 512 - 1024))
-    with pytest.raises(UsageError, match="negative size"):
+    with pytest.raises(UserError, match="negative size"):
         open_data(str(with_size(path, 3, back_to_the_second)))
 
 
@@ -51,7 +51,7 @@ def test_joined_compressed_and_deeply_nested_tars_are_one_line_errors(tmp_path: 
         (nested.tobuf(tarfile.USTAR_FORMAT) * 3000 + bytes(1024), "not a readable tar"),
     ):
         (tmp_path / "0.tar").write_bytes(content)
-        with pytest.raises(UsageError, match=told) as error:
+        with pytest.raises(UserError, match=told) as error:
             open_data(str(tmp_path / "0.tar"))
         assert "\n" not in str(error.value)
 
@@ -100,7 +100,7 @@ def test_headers_that_would_fill_memory_or_hours_are_refused(
     padded = content + bytes(-len(content) % 512)
     whole = write_tar(tmp_path / "0.tar", good(1)).read_bytes()
     (tmp_path / "0.tar").write_bytes(header.tobuf(tarfile.USTAR_FORMAT) + padded + whole)
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UserError, match=told) as error:
         open_data(str(tmp_path / "0.tar"))
     assert "\n" not in str(error.value)
 
@@ -131,7 +131,7 @@ def test_damaged_tars_and_csvs_give_data_or_one_line(tmp_path: Path) -> None:
             try:
                 data = open_data(str(path))
                 assert len(data) > 0, "no silent empty data"
-            except UsageError as error:
+            except UserError as error:
                 assert "\n" not in str(error)
 
 
@@ -142,7 +142,7 @@ def test_a_tar_cut_anywhere_is_an_error_that_names_it(tmp_path: Path) -> None:
     content = whole.read_bytes()
     for length in (0, 1, 300, 512, 700, 1024, end - 600, end - 1, end, end + 512):
         whole.write_bytes(content[:length])
-        with pytest.raises(UsageError, match=r"0\.tar") as error:
+        with pytest.raises(UserError, match=r"0\.tar") as error:
             open_data(str(whole))
         assert "\n" not in str(error.value), length
     whole.write_bytes(content[: end + 1024])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.data.beir import TextCollection, joined, open_beir
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.helpers.texts import make_beir, write_jsonl, write_qrels
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -27,7 +27,7 @@ def beir(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path, split: str = "test") -> str:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         open_beir(folder, split)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -140,7 +140,7 @@ def test_excluded_ids_and_answers_follow_their_query(beir: Path) -> None:
     assert found.answers is not None and found.answers[:2] == [[], ["x", "y"]]
     assert found.notes == ["1 excluded id not in corpus.jsonl"]
     change(beir / "queries.jsonl", 1, '{"_id": "q0", "text": "a", "excluded_ids": ["d0"]}')
-    with pytest.raises(UsageError, match="query 'q0' excludes document 'd0', which is judged relevant"):
+    with pytest.raises(UserError, match="query 'q0' excludes document 'd0', which is judged relevant"):
         open_beir(beir, "test")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mmclip.data.beir import open_beir
 from mmclip.data.text_pairs import TrainingPairs, hold_out, open_pairs
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.helpers.texts import make_beir, write_jsonl, write_qrels
 
 WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r"), min_size=1).filter(str.strip)
@@ -24,7 +24,7 @@ WORD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\t\n
 def refusal(path: Path, content: str | bytes | None = None) -> str:
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         open_pairs(path)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -130,7 +130,7 @@ def test_subsets_keep_what_is_known_and_fractions_whole_queries(triples: Path) -
     kept = pairs.take_fraction(0.5, 3)
     assert len(kept) == sum(q in half for q in pairs.queries)
     assert len(pairs.take_fraction(1e-9, 0)) in (1, 2) and len(pairs.take_fraction(1, 0)) == len(pairs)
-    with pytest.raises(UsageError, match="--train-fraction 0"):
+    with pytest.raises(UserError, match="--train-fraction 0"):
         pairs.take_fraction(0, 0)
 
 
@@ -160,7 +160,7 @@ def test_held_out_queries_leave_with_all_their_pairs(tmp_path: Path, triples: Pa
     nothing = hold_out(source, "train", 0, seed=1)
     assert nothing[1] is None and nothing[0].queries == pairs.queries
     total = pairs.n_queries
-    with pytest.raises(UsageError, match=f"--watch-queries {total // 2}: .* has {total} training queries"):
+    with pytest.raises(UserError, match=f"--watch-queries {total // 2}: .* has {total} training queries"):
         hold_out(source, "train", total // 2, seed=1)
 
 

@@ -152,9 +152,9 @@ def test_a_single_process_gathers_nothing() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda:9", "gpu", "meta"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     from mmclip.distributed.collectives import start
-    from mmclip.errors import UsageError
+    from mmclip.errors import UserError
 
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    with pytest.raises(UsageError, match=f"--device {device}"):
+    with pytest.raises(UserError, match=f"--device {device}"):
         start(device)

@@ -14,9 +14,9 @@ from torch import nn
 
 from mmclip import load_model
 from mmclip.commands import train as run
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.distributed import fsdp as sharding
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.helpers.comparing import off, worst
 from tests.helpers.sharded import (
     CASES,
@@ -149,11 +149,11 @@ def test_blocks_are_told_from_other_lists(folder: Path) -> None:
 
 
 def test_what_it_cannot_do_is_told_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^--fsdp shares a model out over processes, and this is one: start several"):
-        run.train(TrainSettings(fsdp=True, device="cpu", logs=str(tmp_path / "logs")))
+    with pytest.raises(UserError, match=r"^--fsdp shares a model out over processes, and this is one: start several"):
+        run.train(TrainConfig(fsdp=True, device="cpu", logs=str(tmp_path / "logs")))
     assert not (tmp_path / "logs").exists()
-    with pytest.raises(UsageError, match=r"^--fsdp with --torchcompile: "):
-        TrainSettings(fsdp=True, torchcompile=True)
+    with pytest.raises(UserError, match=r"^--fsdp with --torchcompile: "):
+        TrainConfig(fsdp=True, torchcompile=True)
 
 
 def test_the_script_trains_validates_saves_resumes_and_exports(

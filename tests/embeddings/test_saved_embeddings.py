@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from mmclip.array_files import SUFFIXES
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings, save_embeddings
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import Distractors
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.similarity import Exponents
@@ -206,7 +206,7 @@ def test_a_fault_is_one_line_that_names_the_file(
     tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], says: str
 ) -> None:
     path = write(tmp_path / "x.npz", **change(users()))
-    with pytest.raises(UsageError, match=says) as error:
+    with pytest.raises(UserError, match=says) as error:
         load_embeddings(path)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
     assert str(error.value).count("x.npz") == 1

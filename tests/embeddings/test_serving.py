@@ -22,7 +22,7 @@ from mmclip.embeddings.serving import (
     norm_augmentation,
     recall_at_k,
 )
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.retrieval.hubness import log_evidence, native_exponents, reversed_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Direction, Exponents, Normalization, normalize, score
@@ -91,11 +91,11 @@ def test_a_plain_clip_is_native_in_cosine() -> None:
 
 
 def test_what_cannot_be_served_is_told() -> None:
-    with pytest.raises(UsageError, match="direction 'q2d': expected i2t or t2i"):
+    with pytest.raises(UserError, match="direction 'q2d': expected i2t or t2i"):
         index_vectors(saved(n=3), "q2d")
-    with pytest.raises(UsageError, match=r"scoring 'cos': expected one of native, corrected, reversed, cosine"):
+    with pytest.raises(UserError, match=r"scoring 'cos': expected one of native, corrected, reversed, cosine"):
         index_vectors(saved(n=3), Direction.T2I, "cos")
-    with pytest.raises(UsageError, match=r"corrected of i2t needs evidence_i2t; there: evidence_t2i"):
+    with pytest.raises(UserError, match=r"corrected of i2t needs evidence_i2t; there: evidence_t2i"):
         index_vectors(saved(n=3), Direction.I2T, "corrected")
 
 
@@ -118,9 +118,9 @@ def test_later_documents_need_room() -> None:
     rows, _ = norm_augmentation(documents, longest=10.0)
     assert torch.allclose(rows[0], torch.tensor([0.3, 0.4, 0.75**0.5]))
     for longest in (4.9, float("nan"), float("inf"), 0.0):
-        with pytest.raises(UsageError, match="documents are up to 5 long"):
+        with pytest.raises(UserError, match="documents are up to 5 long"):
             norm_augmentation(documents, longest)
-    with pytest.raises(UsageError, match="up to 0 long"):
+    with pytest.raises(UserError, match="up to 0 long"):
         norm_augmentation(documents * 0)
 
 
@@ -130,7 +130,7 @@ def test_recall_counts_ties_as_equal_and_gaps_and_repeats_as_misses() -> None:
         assert recall_at_k(documents, query, np.array([ids]), 2) == share
     assert recall_at_k(documents, query, np.array([[4, 3, 2, 1, 0]]), 9) == 1.0  # k is clamped
     for ids in ([[5]], [[0], [0]]):
-        with pytest.raises(UsageError, match="rows of up to 1 documents for each of 1 queries, below 5"):
+        with pytest.raises(UserError, match="rows of up to 1 documents for each of 1 queries, below 5"):
             recall_at_k(documents, query, np.array(ids), 1)
 
 

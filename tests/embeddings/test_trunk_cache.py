@@ -14,7 +14,7 @@ from mmclip.data.shards import open_data
 from mmclip.embeddings import trunk_cache
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models.factory import Model, build_model
 from tests.data.test_data import good, jpeg, write_tar
 from tests.helpers.tiny import ROOT
@@ -116,7 +116,7 @@ def test_a_part_of_the_wrong_size_is_computed_again(model: Model, data: ImageTex
 
 def test_a_folder_that_cannot_be_written_is_one_line(model: Model, data: ImageTextData, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="--cache-dir") as error:
+    with pytest.raises(UserError, match="--cache-dir") as error:
         fill("image", model, data, tmp_path / "file")
     assert "\n" not in str(error.value)
 

@@ -14,7 +14,7 @@ from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.bank import draw_bank, saved_bank
 from mmclip.models.factory import Model
 
@@ -70,7 +70,7 @@ def test_cached_trunk_outputs_give_the_same_bank(model: Model, train: ImageTextD
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_the_evaluation_set_is_no_bank_under_any_name(model: Model, test: ImageTextData, side: str) -> None:
     part = dataclasses.replace(test.subset(range(5, 15)), path="elsewhere")
-    with pytest.raises(UsageError, match=r"elsewhere is the evaluation set, or a part of it.*transductive"):
+    with pytest.raises(UserError, match=r"elsewhere is the evaluation set, or a part of it.*transductive"):
         draw_bank(Source(part), (side,), 50, model, RUNNER, evaluated=test)
 
 
@@ -111,5 +111,5 @@ def test_a_file_of_embeddings_is_a_bank_too(tmp_path: Path) -> None:
 )
 def test_a_file_that_can_be_no_bank_is_one_line(tmp_path: Path, other: SavedEmbeddings, says: str) -> None:
     save_embeddings(tmp_path / "x.safetensors", other)
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UserError, match=says):
         saved_bank(str(tmp_path / "x.safetensors"), ("text",), 100, saved(0, 9))

@@ -16,7 +16,7 @@ from PIL import Image
 from torch.nn.functional import normalize as unit
 
 from mmclip import load_model
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.clip_benchmark import accuracy, main
 from mmclip.models.factory import build_model
 from mmclip.training.checkpoint import export_model
@@ -109,7 +109,7 @@ def test_bad_input_is_one_line(
     plain: Path, learned_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: list[str], told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UserError, match=told) as error:
         main([*flags(plain, learned_run, tmp_path / "x.json", *OURS), *change])
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir()), "it was found before the work"
@@ -119,10 +119,10 @@ def test_a_data_set_without_its_shards_or_names_is_one_line(classes: Path, learn
     root = tmp_path / "colours"
     shutil.copytree(classes, root)
     (root / "classnames.txt").unlink()
-    with pytest.raises(UsageError, match=r"needs classnames\.txt"):
+    with pytest.raises(UserError, match=r"needs classnames\.txt"):
         main(flags(root, learned_run, tmp_path / "x.json", *OURS))
     (root / "test" / "0.tar").unlink()
-    with pytest.raises(UsageError, match=r"says 1 shards.*missing: 0\.tar"):
+    with pytest.raises(UserError, match=r"says 1 shards.*missing: 0\.tar"):
         main(flags(root, learned_run, tmp_path / "x.json", *OURS))
 
 

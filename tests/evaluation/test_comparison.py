@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdict, verdicts
 from mmclip.evaluation.eval_set import Distractors, EvalData
 from mmclip.evaluation.evaluate import evaluate
@@ -76,7 +76,7 @@ def test_comparison_is_paired_and_says_what_is_noise():
     ],
 )
 def test_runs_over_different_data_are_refused(changes):
-    with pytest.raises(UsageError, match="different data"):
+    with pytest.raises(UserError, match="different data"):
         compare(run_of(eval_data(), b=20), run_of(eval_data(**changes), b=20))
 
 
@@ -138,14 +138,14 @@ def test_verdicts_that_cannot_be_given_say_why():
     assert found["learned"]["verdict"] is None
     assert "lengths do not vary" in found["learned"]["reason"]
     assert found["useful"]["verdict"] is False
-    with pytest.raises(UsageError, match="gamma_d"):
+    with pytest.raises(UserError, match="gamma_d"):
         verdict(run, run)
     blind = verdict(control, control, baseline)  # dot costs the control something, yet nothing was learned or used
     assert blind["useful"]["verdict"] is False
     assert blind["learned"]["verdict"] is False
-    with pytest.raises(UsageError, match="the loss sym"):
+    with pytest.raises(UserError, match="the loss sym"):
         verdict(run, baseline)
-    with pytest.raises(UsageError, match="name one of"):
+    with pytest.raises(UserError, match="name one of"):
         verdict(baseline, baseline)
     assert verdict(baseline, baseline, direction=Direction.I2T)["direction"] == "i2t"
 
@@ -167,7 +167,7 @@ def test_runs_over_other_distractors_are_refused_and_runs_without_are_not() -> N
         extra = Distractors("distractors", text=torch.ones(n, DIM))
         return run_of(eval_data(distractors=[extra]), b=20)
 
-    with pytest.raises(UsageError, match="pool distractors is not the same in both"):
+    with pytest.raises(UserError, match="pool distractors is not the same in both"):
         compare(with_texts(3), with_texts(4))
     assert list(compare(with_texts(3), run_of(eval_data(), b=20))) == ["retrieval"]
 
@@ -207,14 +207,14 @@ def test_one_images_queries_have_no_spread_and_decide_nothing():
 def test_a_control_of_another_seed_and_a_baseline_that_is_none_are_refused():
     run, control, baseline = run_of(eval_data()), run_of(eval_data(), COSINE), run_of(eval_data(), COSINE, "sym")
     run.json["seed"], control.json["seed"] = 0, 1
-    with pytest.raises(UsageError, match="trained with seed 1, the run with 0"):
+    with pytest.raises(UserError, match="trained with seed 1, the run with 0"):
         verdict(run, control, baseline)
     run.json["trained_with"]["gamma_d"] = 0.0
     assert verdicts(run, control, baseline) == []
     control.json["seed"] = 0
     assert verdicts(run, control, baseline)
     for other in (run_of(eval_data(), COSINE), run_of(eval_data(), QNORM, "sym")):
-        with pytest.raises(UsageError, match="a baseline is a sym/cosine run"):
+        with pytest.raises(UserError, match="a baseline is a sym/cosine run"):
             verdict(run, control, other)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import Distractors, EvalData, make_pools
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results, load_results, save_results
@@ -165,20 +165,20 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 def test_bad_files_are_one_line(tmp_path):
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UserError, match="no file"):
         load_results(tmp_path)
     path = save_results(run_of(eval_data()), tmp_path)
     good = path.read_text()
     for text, words in (("{", "not a results.json"), ("[]", "not a"), ("{}", "no retrieval"), ("3", "not a")):
         path.write_text(text)
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UserError, match=words):
             load_results(path)
     path.write_text(good)
     np.savez(tmp_path / "per_query.npz", x=np.array([object()], dtype=object))  # would need pickle
-    with pytest.raises(UsageError, match="read safely"):
+    with pytest.raises(UserError, match="read safely"):
         load_results(path)
     (tmp_path / "per_query.npz").write_bytes(b"PK")
-    with pytest.raises(UsageError, match="read safely"):
+    with pytest.raises(UserError, match="read safely"):
         load_results(path)
 
 
@@ -196,7 +196,7 @@ def test_bad_files_are_one_line(tmp_path):
     ],
 )
 def test_unusable_data_is_one_line(changes, words):
-    with pytest.raises(UsageError, match=words) as error:
+    with pytest.raises(UserError, match=words) as error:
         eval_data(**changes)
     assert "\n" not in str(error.value)
 
@@ -208,7 +208,7 @@ def test_progress_is_told_by_pool():
 
 
 def test_missing_per_query_numbers_name_what_is_there():
-    with pytest.raises(UsageError, match="retrieval/t2i/native"):
+    with pytest.raises(UserError, match="retrieval/t2i/native"):
         run_of(eval_data(), b=20).query_values("retrieval", "t2i", "learned", "success@1")
 
 
@@ -229,13 +229,13 @@ def test_twins_share_their_pictures_cluster():
     extra = Distractors("twins", image=torch.randn(3, DIM), owner={"image": [4, 5, 6]}, twins=True)
     pool = make_pools(eval_data(distractors=[extra]))[-1]
     assert pool.clusters["image"][-3:].tolist() == [4, 5, 6]
-    with pytest.raises(UsageError, match=f"one from 0 to {N - 1} for each"):
+    with pytest.raises(UserError, match=f"one from 0 to {N - 1} for each"):
         eval_data(distractors=[Distractors("x", image=torch.ones(1, DIM), owner={"image": [N]}, twins=True)])
 
 
 def test_distractors_may_not_be_called_like_another_pool():
     extra = Distractors("retrieval", image=torch.ones(2, DIM))
-    with pytest.raises(UsageError, match="'retrieval' twice, or like another pool"):
+    with pytest.raises(UserError, match="'retrieval' twice, or like another pool"):
         eval_data(distractors=[extra])
 
 

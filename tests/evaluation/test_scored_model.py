@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.scored_model import M, ScoredModel
 from mmclip.metrics import rank as metrics
 from mmclip.retrieval.ranking import rank
@@ -115,10 +115,10 @@ def test_lengths_pass_the_normalization_exactly_and_the_limit_is_told() -> None:
     model, every = ScoredModel(towers, Normalization.DOT.exponents), torch.arange(IMAGES)
     assert torch.equal(unit(model.encode_image(every), dim=-1)[:, :DIM] * M, towers.image)
     towers.image[-1] *= 1.1
-    with pytest.raises(UsageError, match=r"image embeddings: a length of .*131,072"):
+    with pytest.raises(UserError, match=r"image embeddings: a length of .*131,072"):
         model.encode_image(every)
     towers.text[5, 1] = torch.nan
-    with pytest.raises(UsageError, match="text embeddings hold NaN"):
+    with pytest.raises(UserError, match="text embeddings hold NaN"):
         model.encode_text(every)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmclip.data.beir import TextCollection, open_beir
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.evaluation.text_evaluation import TextEvaluation, evaluate_text, native_scoring, quick_numbers
 from mmclip.metrics import rank as metrics
@@ -172,10 +172,10 @@ def test_one_line_errors() -> None:
         (query * float("nan"), document, QNORM, "row 0 holds NaN"),
         (query, document, Exponents(1.0, float("inf")), "must be finite"),
     ):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UserError, match=words):
             evaluate_text(c, q, d, native, {})
     q, d = c.pairs[-1]
-    with pytest.raises(UsageError, match=f"query 'q{q}' excludes document 'd{d}', which is judged relevant"):
+    with pytest.raises(UserError, match=f"query 'q{q}' excludes document 'd{d}', which is judged relevant"):
         evaluated(replace(c, excluded={int(q): [int(d)]}))
 
 
@@ -189,7 +189,7 @@ def test_how_a_model_is_scored_is_what_it_says() -> None:
     assert native_scoring(of("cosine")) == (COSINE, None)
     assert native_scoring(of("dot")) == (Exponents(0.0, 0.0), None)
     assert native_scoring(of("dot", removed=["Normalize"])) == (COSINE, None)
-    with pytest.raises(UsageError, match="its similarity is manhattan"):
+    with pytest.raises(UserError, match="its similarity is manhattan"):
         native_scoring(of("manhattan"))
 
 

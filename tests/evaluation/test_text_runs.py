@@ -9,7 +9,7 @@ import ir_measures
 import numpy as np
 import pytest
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.trec import RankedList, measure_list, measure_run, read_run, write_qrels, write_run
 from mmclip.metrics import rank as metrics
 from tests.evaluation.test_text_evaluation import collection_of, evaluated
@@ -89,7 +89,7 @@ def test_somebodys_run_may_leave_queries_out_and_name_others(tmp_path: Path) -> 
 )
 def test_a_bad_run_file_is_one_line(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "r").write_text(text)
-    with pytest.raises(UsageError, match=words) as error:
+    with pytest.raises(UserError, match=words) as error:
         read_run(tmp_path / "r", collection_of())
     assert "\n" not in str(error.value)
 
@@ -99,6 +99,6 @@ def test_ids_with_white_space_are_named(bad: str, tmp_path: Path) -> None:
     c = collection_of()
     for kind in ("query_ids", "document_ids"):
         names = [*getattr(c, kind)[:-1], bad]
-        with pytest.raises(UsageError, match="has white space in it"):
+        with pytest.raises(UserError, match="has white space in it"):
             write_qrels(tmp_path / "q", replace(c, **{kind: names}))
     assert not (tmp_path / "q").exists()

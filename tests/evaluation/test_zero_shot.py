@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mmclip import load_model
 from mmclip.embeddings.encode import Runner
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.zero_shot import ZeroShot, class_documents, classify, open_classes
 from mmclip.models.factory import build_model
 from mmclip.similarity import Exponents, Normalization
@@ -158,14 +158,14 @@ def test_faults_of_the_whole_are_one_line(
     root = tmp_path / "colours"
     shutil.copytree(classes, root)
     change(root)
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UserError, match=told) as error:
         open_classes(str(root))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("source", ["builtin:scenes", "builtin:x", "", "nowhere"])
 def test_what_is_no_folder_of_classes_is_refused(source: str) -> None:
-    with pytest.raises(UsageError, match=r"--zeroshot-data .*valid: .*builtin:scenes-classes"):
+    with pytest.raises(UserError, match=r"--zeroshot-data .*valid: .*builtin:scenes-classes"):
         open_classes(source)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmclip.config.loss import LossSettings
+from mmclip.config.loss import LossConfig
 from mmclip.distributed.collectives import average_, gather_ids, gather_rows, world
 from mmclip.losses.contrastive import ContrastiveLoss, Positives, clip_loss, contrastive_loss, direction_weights
 from mmclip.losses.schedule import exponents_at, i2t_weight_at, start_exponents
@@ -136,7 +136,7 @@ def several_steps(case: Case) -> Found:
 def curriculum_steps() -> Found:
     """Everything trained and every step's losses of a run in which all that can change does: an anneal to dot, lambda
     from 1 to 0, a focal weight, a penalty on drifting lengths."""
-    settings = LossSettings(
+    settings = LossConfig(
         norm="dot",
         gamma_schedule="anneal",
         gamma_start=0.0,

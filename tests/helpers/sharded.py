@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
@@ -150,7 +150,7 @@ def stepper(folder: Path, case: Case, fsdp: bool) -> Stepper:
     model = build(folder, case)
     runner = Runner(torch.device("cpu"), case.precision, progress=False)
     source: Any = Live(model, case.from_trunk)
-    settings = TrainSettings(**{"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, **dict(case.more)})
+    settings = TrainConfig(**{"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, **dict(case.more)})
     s = Stepper(settings, model, clip_loss("sym", "learned").to(case.dtype), source, runner)
     s.towers.train()
     return s

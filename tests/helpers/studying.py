@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mmclip.config.clip import TrainSettings
-from mmclip.config.study import StudySettings
+from mmclip.config.clip import TrainConfig
+from mmclip.config.study import StudyConfig
 from mmclip.evaluation.eval_set import EvalData
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results
@@ -27,7 +27,7 @@ def plan(folder: Path, text: str, **more: object) -> Plan:
     """What a study's file of this text asks for, its runs in folder/logs."""
     file = folder / "study_tiny.yaml"
     file.write_text(text, encoding="utf-8")
-    return plan_study(StudySettings(config=str(file), logs=str(folder / "logs"), **more))  # type: ignore[arg-type]
+    return plan_study(StudyConfig(config=str(file), logs=str(folder / "logs"), **more))  # type: ignore[arg-type]
 
 
 def planted_run(
@@ -90,7 +90,7 @@ def planted_arm(
 ) -> Arm:
     """An arm of planted runs. changes: of its settings."""
     weight = run.get("weight") if loss == "sym" else None
-    settings = TrainSettings(loss=loss, norm=norm, i2t_weight=weight, **changes or {})
+    settings = TrainConfig(loss=loss, norm=norm, i2t_weight=weight, **changes or {})
     runs = {seed: planted_run(seed, loss, norm, **run) for seed in seeds}
     moves = norm == "learned"
     lines = [{"step": s, "gamma_q": 0.5 + moves * s / 100, "gamma_d": 0.5 - moves * s / 100} for s in (10, 20, 30)]

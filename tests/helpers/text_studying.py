@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.text_evaluation import evaluate_text
@@ -61,9 +61,9 @@ def planted(name: str, n: int, seed: int, norm: str, noise: float, lengths: floa
     return evaluate_text(data, query, document, exponents, facts, resamples=40).results
 
 
-def settings(norm: str, **more: Any) -> TextTrainSettings:
+def settings(norm: str, **more: Any) -> TextTrainConfig:
     here = str(Path(__file__).parent)
-    return TextTrainSettings(model=here, train_data=here, val_data=["a/scifact", "a/cranfield"], norm=norm, **more)
+    return TextTrainConfig(model=here, train_data=here, val_data=["a/scifact", "a/cranfield"], norm=norm, **more)
 
 
 def arm(

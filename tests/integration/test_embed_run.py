@@ -15,12 +15,12 @@ import torch
 
 from mmclip import load_model
 from mmclip.commands.embed import embed
-from mmclip.config.embed import EmbedSettings
+from mmclip.config.embed import EmbedConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.bank import draw_bank
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.evaluation.evaluate import evaluate
@@ -93,7 +93,7 @@ def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny
     facts |= {"loss": "sym", "i2t_weight": 0.5, "logit_scale_t2i": 2.0}
     (folder / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
     path = tmp_path / "x.npz"
-    embed(EmbedSettings(model=str(folder), data=str(tiny_data), bank=str(tiny_data), bank_size=9, workers=0,
+    embed(EmbedConfig(model=str(folder), data=str(tiny_data), bank=str(tiny_data), bank_size=9, workers=0,
                         device="cpu", output=str(path)))  # fmt: skip
     found, other = load_embeddings(path), load_model(str(folder))
     assert {d: len(e) for d, e in found.evidence.items()} == {"i2t": 120, "t2i": 24}
@@ -107,14 +107,14 @@ def test_a_model_of_an_unknown_loss_has_nothing_to_correct(learned_run: Path, ti
     shutil.copytree(learned_run / "model", tmp_path / "model")
     facts = json.loads((tmp_path / "model" / "mmclip.json").read_text(encoding="utf-8")) | {"loss": "other"}
     (tmp_path / "model" / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
-    with pytest.raises(UsageError, match="names no known loss: nothing can be corrected"):
-        embed(EmbedSettings(model=str(tmp_path / "model"), data=str(tiny_data), bank=str(tiny_data), device="cpu",
+    with pytest.raises(UserError, match="names no known loss: nothing can be corrected"):
+        embed(EmbedConfig(model=str(tmp_path / "model"), data=str(tiny_data), bank=str(tiny_data), device="cpu",
                             output=str(tmp_path / "x.npz")))  # fmt: skip
 
 
 def test_a_bank_of_the_very_data_is_refused(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--bank .*the evaluation data themselves"):
-        embed(EmbedSettings(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
+    with pytest.raises(UserError, match=r"--bank .*the evaluation data themselves"):
+        embed(EmbedConfig(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
                             workers=0, device="cpu", output=str(tmp_path / "x.npz")))  # fmt: skip
     assert not (tmp_path / "x.npz").exists()
 
@@ -142,14 +142,14 @@ def test_random_weights_are_written_for_numpy_and_have_no_evidence(
     ],
 )
 def test_wrong_flags_are_told_before_anything_is_loaded(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        EmbedSettings(**given)
+    with pytest.raises(UserError, match=says):
+        EmbedConfig(**given)
 
 
 def test_a_folder_is_no_output_and_a_missing_bank_is_told_first(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "x.npz").mkdir()
-    with pytest.raises(UsageError, match="a folder of that name"):
-        EmbedSettings(model="m", output=str(tmp_path / "x.npz"))
+    with pytest.raises(UserError, match="a folder of that name"):
+        EmbedConfig(model="m", output=str(tmp_path / "x.npz"))
     done = run_script("embed.py", "--model", "no-such-model", "--data", tiny_data, "--bank", tmp_path / "nowhere",
                       "--output", tmp_path / "y.npz")  # fmt: skip
     assert done.returncode == 2 and "nowhere" in done.stderr and not (tmp_path / "y.npz").exists()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mmclip.commands.evaluate import evaluate_model
-from mmclip.config.evaluate import EvaluateSettings
-from mmclip.errors import UsageError
+from mmclip.config.evaluate import EvaluateConfig
+from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.similarity import Exponents
 from tests.reporting.test_tables import run_of
@@ -49,8 +49,8 @@ def test_damaged_results_are_one_line_that_names_the_run(
     run: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[dict[str, Any]], object]
 ) -> None:
     change(run / "results.json", edit)
-    with pytest.raises(UsageError, match=r"run: not the whole results of an evaluated run|results\.json") as error:
-        evaluate_model(EvaluateSettings(compare=[str(run)]))
+    with pytest.raises(UserError, match=r"run: not the whole results of an evaluated run|results\.json") as error:
+        evaluate_model(EvaluateConfig(compare=[str(run)]))
     assert "\n" not in str(error.value) and capsys.readouterr().out == ""
 
 
@@ -59,17 +59,17 @@ def test_damaged_arrays_and_deep_json_are_one_line(run: Path) -> None:
     for at in range(200, len(arrays) - 200, 97):
         arrays[at] ^= 255
     (run / "per_query.npz").write_bytes(arrays)
-    with pytest.raises(UsageError, match=r"per_query\.npz is not an array file"):
+    with pytest.raises(UserError, match=r"per_query\.npz is not an array file"):
         load_results(run)
     (run / "results.json").write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"results\.json is not a results\.json"):
+    with pytest.raises(UserError, match=r"results\.json is not a results\.json"):
         load_results(run)
 
 
 def test_a_control_that_lacks_what_a_verdict_reads_is_one_line(run: Path) -> None:
     change(run / "results.json", lambda r: r["trained_with"].update({"loss": 7}))
-    with pytest.raises(UsageError) as error:
-        evaluate_model(EvaluateSettings(compare=[str(run)], control=str(run)))
+    with pytest.raises(UserError) as error:
+        evaluate_model(EvaluateConfig(compare=[str(run)], control=str(run)))
     assert "\n" not in str(error.value)
 
 
@@ -81,5 +81,5 @@ def test_results_of_files_whose_names_are_not_utf8_are_kept(tmp_path: Path) -> N
 
 
 def test_a_picture_without_a_name_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(UsageError, match="--plot ''"):
-        evaluate_model(EvaluateSettings(compare=["nowhere"], plot=""))
+    with pytest.raises(UserError, match="--plot ''"):
+        evaluate_model(EvaluateConfig(compare=["nowhere"], plot=""))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mmclip.commands.evaluate_text import evaluate_text_model, load_text_run, text_run_folder
-from mmclip.config.text_evaluate import TextEvaluateSettings, parse_evaluate_text
-from mmclip.errors import UsageError
+from mmclip.config.text_evaluate import TextEvaluateConfig, parse_evaluate_text
+from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from tests.helpers.tiny import run_script
 
@@ -136,9 +136,9 @@ def test_runs_are_compared_with_p_and_judged(folder: Path, model: Path, tmp_path
     told = evaluate(capsys, "--compare", places["qnorm"], places["control"], places["cosine"],
                     "--control", places["control"], "--baseline", places["cosine"])  # fmt: skip
     assert "detectable" in told and "learned?" in told and "useful?" in told and "ndcg@10" in told
-    with pytest.raises(UsageError, match="a baseline is a cosine run of the run's loss, q2d"):
+    with pytest.raises(UserError, match="a baseline is a cosine run of the run's loss, q2d"):
         evaluate(capsys, "--compare", places["qnorm"], "--control", places["control"], "--baseline", places["other"])
-    with pytest.raises(UsageError, match="nothing to give a verdict on"):
+    with pytest.raises(UserError, match="nothing to give a verdict on"):
         evaluate(capsys, "--compare", places["qnorm"], "--control", places["other"])
     assert "native = dot" in evaluate(capsys, "--compare", places["qnorm"])
     file = places["qnorm"] / "runs" / "native.trec"
@@ -153,11 +153,11 @@ def test_finished_runs_that_are_none_are_one_line(folder: Path, model: Path, tmp
     results = load_text_run(str(tmp_path / "o"))
     results.json["retrieval"] = {"i2t": {}}
     save_results(results, tmp_path / "clip")
-    with pytest.raises(UsageError, match="not a text evaluation"):
+    with pytest.raises(UserError, match="not a text evaluation"):
         load_text_run(str(tmp_path / "clip"))
     results.json["retrieval"] = {"q2d": {"native": {}}}
     save_results(results, tmp_path / "part")
-    with pytest.raises(UsageError, match="not the whole results"):
+    with pytest.raises(UserError, match="not the whole results"):
         load_text_run(str(tmp_path / "part"))
 
 
@@ -176,7 +176,7 @@ def test_finished_runs_that_are_none_are_one_line(folder: Path, model: Path, tmp
     ],
 )
 def test_bad_flags_are_one_line(arguments: list[str], words: str) -> None:
-    with pytest.raises(UsageError, match=words) as error:
+    with pytest.raises(UserError, match=words) as error:
         parse_evaluate_text(arguments)
     assert "\n" not in str(error.value)
 
@@ -186,8 +186,8 @@ def test_ids_with_white_space_are_refused_before_the_model_is_loaded(folder: Pat
     shutil.copytree(folder, broken)
     for name in ("corpus.jsonl", "qrels/test.tsv"):
         (broken / name).write_text((broken / name).read_text().replace("d7", "d 7"))
-    settings = TextEvaluateSettings(model="no/such-model", data=str(broken))
-    with pytest.raises(UsageError, match=r"document id 'd 7' has white space in it.*--run-depth 0 writes none"):
+    settings = TextEvaluateConfig(model="no/such-model", data=str(broken))
+    with pytest.raises(UserError, match=r"document id 'd 7' has white space in it.*--run-depth 0 writes none"):
         evaluate_text_model(settings)
 
 

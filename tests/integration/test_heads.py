@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmclip import load_model
-from mmclip.config.clip import CONFIGS, TrainSettings
+from mmclip.config.clip import CONFIGS, TrainConfig
 from mmclip.config.files import read_config
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
@@ -32,7 +32,7 @@ IMAGES = 384
 @pytest.fixture(scope="module")
 def settings(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     os.environ["MMCLIP_SHARED"] = str(shared)
-    values = read_config(TrainSettings, CONFIGS / "flickr8k_heads.yaml")
+    values = read_config(TrainConfig, CONFIGS / "flickr8k_heads.yaml")
     cache = tmp_path_factory.mktemp("cache")
     return {**values, "batch_size": 64, "train_num_samples": IMAGES, "workers": 0, "cache_dir": str(cache)}
 
@@ -40,7 +40,7 @@ def settings(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.fixture(scope="module")
 def cached(settings: dict[str, object]) -> Source:
     """The trunks run once; every run below trains from their outputs."""
-    s = TrainSettings(**settings)  # type: ignore[arg-type]
+    s = TrainConfig(**settings)  # type: ignore[arg-type]
     model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
     for side in ("image", "text"):
         model.towers.lock(side)
@@ -53,7 +53,7 @@ def cached(settings: dict[str, object]) -> Source:
 def test_all_fifteen_pairs_train_with_finite_falling_losses(
     settings: dict[str, object], cached: Source, tmp_path: Path, loss: str, norm: Normalization
 ) -> None:
-    s = TrainSettings(**{**settings, "loss": loss, "norm": norm.value, "epochs": 8})  # type: ignore[arg-type]
+    s = TrainConfig(**{**settings, "loss": loss, "norm": norm.value, "epochs": 8})  # type: ignore[arg-type]
     torch.manual_seed(seed_of(s.seed))
     model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
     for side in ("image", "text"):
@@ -128,7 +128,7 @@ def test_export_with_a_hugging_face_tower_is_whole(
 
 
 def test_float16_trunk_weights_become_float32(settings: dict[str, object]) -> None:
-    s = TrainSettings(**settings)  # type: ignore[arg-type]
+    s = TrainConfig(**settings)  # type: ignore[arg-type]
     model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
     assert {p.dtype for p in model.towers.parameters()} == {torch.float32}
 

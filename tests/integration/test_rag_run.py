@@ -13,7 +13,7 @@ import pytest
 from mmclip.commands.rag import answerable, run_rag
 from mmclip.config.rag import parse_rag
 from mmclip.data.beir import open_beir
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.tasks.rag import CLOSED_PROMPT, PROMPT, exact_match, first_line, has_answer, token_f1
 from tests.helpers.readers import make_causal, make_t5
 from tests.helpers.texts import make_beir, make_bert, write_jsonl
@@ -175,7 +175,7 @@ def test_what_is_wrong_is_told_before_a_model_loads(
 
     monkeypatch.setattr("mmclip.commands.rag.open_text_model", load)
     monkeypatch.setattr("mmclip.tasks.rag_reader._weights", load)
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UserError, match=told) as error:
         run_rag(parse_rag([*asked(root), "--output", str(tmp_path / "out"), *flags]))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()

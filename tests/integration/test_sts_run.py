@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mmclip.commands.sts import run_sts
-from mmclip.config.sts import PAPER_SCALE, StsSettings, parse_sts
-from mmclip.errors import UsageError
+from mmclip.config.sts import PAPER_SCALE, StsConfig, parse_sts
+from mmclip.errors import UserError
 from mmclip.models.text_encoder import TextModel, load_text_model
 from mmclip.similarity import Direction, Normalization
 from mmclip.tasks.sts import StsPairs, open_sts, same_sentence
@@ -67,9 +67,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def settings(model: Path, file: Path, output: Path, **others: Any) -> StsSettings:
+def settings(model: Path, file: Path, output: Path, **others: Any) -> StsConfig:
     about = {"holdout": 0.3, "epochs": 1, "batch_size": 16, "lr": 1e-3, "device": "cpu"} | others
-    return StsSettings(model=str(model), train=str(file), output=str(output), **about)
+    return StsConfig(model=str(model), train=str(file), output=str(output), **about)
 
 
 def features(model: TextModel, pairs: StsPairs) -> list[dict[str, torch.Tensor]]:
@@ -154,7 +154,7 @@ def test_no_sentence_stands_on_both_sides_of_a_split(file: Path, tmp_path: Path)
         assert again.fingerprint() == held.fingerprint()
     assert len({split_pairs(pairs, 0.3, s)[1].fingerprint() for s in range(5)}) > 1
     for share in (0.001, 0.999):
-        with pytest.raises(UsageError, match="at least 3 are needed"):
+        with pytest.raises(UserError, match="at least 3 are needed"):
             split_pairs(pairs, share, 0)
     kept = without_sentences_of(pairs, held)
     assert kept.fingerprint() == train.fingerprint()
@@ -267,7 +267,7 @@ def test_the_script_scores_a_file_and_refuses_in_one_line(tiny_text: Path, file:
     ],
 )
 def test_settings_refuse(file: Path, arguments: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UserError, match=message):
         parse_sts([str(file) if a == "F" else a for a in arguments])
 
 

@@ -14,15 +14,15 @@ import yaml
 
 from mmclip.commands import train_text as text_run
 from mmclip.commands.train_text import build_loss, check_settings, open_data, train_text
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.text_places import folder_and_split
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.models.text_encoder import load_text_model
 from mmclip.similarity import Direction
 from tests.helpers.texts import make_beir, make_bert
 
-Make = Callable[..., TextTrainSettings]
+Make = Callable[..., TextTrainConfig]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(beir: Path, bert: Path, tmp_path: Path) -> Make:
-    def settings(**changed: Any) -> TextTrainSettings:
+    def settings(**changed: Any) -> TextTrainConfig:
         known: dict[str, Any] = {
             "model": str(bert), "train_data": str(beir), "val_data": [str(beir)], "logs": str(tmp_path), "name": "x",
             "batch_size": 4, "epochs": 2, "watch_queries": 5, "lr": 1e-3, "device": "cpu", "measure_start": False,
         }  # fmt: skip
-        return TextTrainSettings(**known | changed)
+        return TextTrainConfig(**known | changed)
 
     return settings
 
@@ -66,7 +66,7 @@ def test_faults_of_data_are_told_before_a_model_loads(
     monkeypatch.setattr(text_run, "open_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
     if "val_data" in changed:
         changed = {"val_data": [text.replace("BEIR", str(beir)) for text in changed["val_data"]]}
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         train_text(make(**changed))
     assert told in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir()), "nothing was begun"
@@ -78,7 +78,7 @@ def test_a_split_without_a_judgment_is_told_before_a_model_loads(
     monkeypatch.setattr(text_run, "open_text_model", lambda *_, **__: pytest.fail("a model was loaded"))
     folder = make_beir(tmp_path / "beir", splits=("train", "test"))
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t0\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="no query with a relevant document"):
+    with pytest.raises(UserError, match="no query with a relevant document"):
         train_text(make(val_data=[str(folder)]))
 
 
@@ -92,10 +92,10 @@ def test_a_continuation_names_each_setting_that_is_another(make: Make, tmp_path:
     path, before = tmp_path / "config.yaml", make().to_dict()
     path.write_text(yaml.safe_dump(before))
     check_settings(path, make(resume="latest", save_steps=1, strict=True, val_data=None).to_dict())
-    with pytest.raises(UsageError, match=r"norm was cosine, is dot, lr was 0\.001, is 0\.002$"):
+    with pytest.raises(UserError, match=r"norm was cosine, is dot, lr was 0\.001, is 0\.002$"):
         check_settings(path, {**before, "lr": 0.002, "norm": "dot"})
     path.write_text("- no mapping")
-    with pytest.raises(UsageError, match="not the settings of a run"):
+    with pytest.raises(UserError, match="not the settings of a run"):
         check_settings(path, before)
 
 
@@ -157,17 +157,17 @@ def test_normalize_stays_where_it_is_asked_for(make: Make) -> None:
     assert torch.allclose(load_text_model(str(folder), keep_normalize=True).encode(["bal"], "query").norm(),
                           torch.ones(()))  # fmt: skip
     assert not (folder / "results.json").exists()
-    with pytest.raises(UsageError, match="--keep-normalize with --norm dot"):
+    with pytest.raises(UserError, match="--keep-normalize with --norm dot"):
         make(keep_normalize=True, norm="dot")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(make: Make) -> None:
-    with pytest.raises(UsageError, match=r"^step \d+: the loss is not finite, and nothing is saved of it"):
+    with pytest.raises(UserError, match=r"^step \d+: the loss is not finite, and nothing is saved of it"):
         train_text(make(norm="dot", lr=1e30, warmup=0, epochs=8, val_data=None, watch_queries=0, grad_clip_norm=0))
 
 
 def test_weights_that_are_not_finite_are_no_result(make: Make) -> None:
-    with pytest.raises(UsageError, match=r"^step 1: weights that are not finite \(\d+ tensors, the first "):
+    with pytest.raises(UserError, match=r"^step 1: weights that are not finite \(\d+ tensors, the first "):
         train_text(make(norm="dot", lr=1e38, warmup=0, max_steps=1, val_data=None, watch_queries=0))
     assert not list(Path(make().logs).glob("*/model")) and not list(Path(make().logs).glob("*/checkpoints/check*"))
 
@@ -191,5 +191,5 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(
     (checkpoint,) = (folder / "checkpoints").glob("checkpoint-2")
     (found,) = [p for p in (checkpoint / file, checkpoint / "0_Transformer" / file) if p.is_file()]
     found.write_bytes(content)
-    with pytest.raises(UsageError, match=f"checkpoint-2: {told}"):
+    with pytest.raises(UserError, match=f"checkpoint-2: {told}"):
         train_text(make(**settings.to_dict() | {"resume": "latest"}))

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.config.study import StudySettings
+from mmclip.config.study import StudyConfig
 from mmclip.data.text_places import EVALUATIONS, folder_and_split
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.study.finished import damaged
 from mmclip.study.plan import Cell, Plan
@@ -78,7 +78,7 @@ def test_a_text_studys_losses_have_one_name_each_and_its_settings_are_train_text
         ("script: train_txt\narms:\n  - {norm: dot}\n", "script 'train_txt' is not one of train_clip, train_text"),
         ("script: [a]\narms:\n  - {norm: dot}\n", "script is a single value"),
     ):
-        with pytest.raises(UsageError, match=re.escape(told)):
+        with pytest.raises(UserError, match=re.escape(told)):
             plan(beir, text)
     for arms, told in (
         ("arms:\n  - {i2t_weight: 0.5}\n", "unknown setting 'i2t_weight'"),
@@ -87,7 +87,7 @@ def test_a_text_studys_losses_have_one_name_each_and_its_settings_are_train_text
         ("arms:\n  - {norm: dot, keep_normalize: true}\n", "--keep-normalize with --norm dot"),
         ("arms:\n  - {norm: dot, logs: a}\n", "logs is set by the study"),
     ):
-        with pytest.raises(UsageError, match=re.escape(told)):
+        with pytest.raises(UserError, match=re.escape(told)):
             text_plan(beir, arms)
 
 
@@ -103,10 +103,10 @@ def test_data_that_are_not_there_are_told_before_a_run(beir: Path) -> None:
     cells = text_plan(beir, ARMS).cells
     require_data(cells)
     (beir / "cranfield" / "qrels" / "test.tsv").unlink()
-    with pytest.raises(UsageError, match="cranfield: no split 'test'; splits in qrels/: train"):
+    with pytest.raises(UserError, match="cranfield: no split 'test'; splits in qrels/: train"):
         require_data(cells)
     (beir / "scifact" / "qrels" / "train.tsv").unlink()
-    with pytest.raises(UsageError, match="scifact: no split 'train'"):
+    with pytest.raises(UserError, match="scifact: no split 'train'"):
         require_data(cells)
     (beir / "triples.tsv").touch()
     others = text_plan(beir, ARMS, set=[f"train_data={beir}/triples.tsv", f"val_data={beir}/scifact"]).cells
@@ -188,7 +188,7 @@ def test_a_study_starts_its_script_once_a_run_and_writes_its_page(
         for seed in (3, 4):
             finished(beir / "made" / f"{norm}-{seed}", norm, seed)
     made = text_plan(beir, f"title: Tiny <b>text</b>\n{ARMS}")
-    settings = StudySettings(config=str(beir / "study_tiny.yaml"), logs=str(beir / "logs"), jobs=2)
+    settings = StudyConfig(config=str(beir / "study_tiny.yaml"), logs=str(beir / "logs"), jobs=2)
     assert study(settings, beir / "train_clip.py") == 0
     said = capsys.readouterr()
     assert "TX1" in said.out and "page: " in said.out and "[4/4]" in said.err and f"{INSIDE} 0." in said.err
@@ -209,5 +209,5 @@ def test_a_study_starts_its_script_once_a_run_and_writes_its_page(
     assert float(rows[0]["ndcg@10"]) == pytest.approx(np.mean(each)) and rows[0]["n_seeds"] == "2"
     assert study(settings, beir / "train_clip.py") == 0  # nothing again
     assert len((beir / "starts.txt").read_text().splitlines()) == 4
-    assert study(StudySettings(**(vars(settings) | {"dry_run": True})), beir / "train_clip.py") == 0
+    assert study(StudyConfig(**(vars(settings) | {"dry_run": True})), beir / "train_clip.py") == 0
     assert capsys.readouterr().out.count("finished  q2d-") == 4

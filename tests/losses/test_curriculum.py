@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip import load_model
-from mmclip.config.clip import TrainSettings
-from mmclip.config.loss import LossSettings
-from mmclip.errors import UsageError
+from mmclip.config.clip import TrainConfig
+from mmclip.config.loss import LossConfig
+from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.losses.schedule import as_step, check, exponents_at, i2t_weight_at, rate_factor, told
 from mmclip.models.metadata import trained_with
@@ -28,19 +28,19 @@ FIXED = [n.value for n in FIXED_NORMALIZATIONS]
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> LossSettings:
+def schedules(draw: st.DrawFn) -> LossConfig:
     kind, (start, norm) = draw(st.sampled_from(["switch", "anneal"])), draw(st.permutations(FIXED))[:2]
     begin, end = sorted((draw(SHARES), draw(SHARES)))
     if kind == "switch":
-        return LossSettings(norm=norm, gamma_from=start, gamma_schedule=kind, gamma_start=begin or 0.5)
+        return LossConfig(norm=norm, gamma_from=start, gamma_schedule=kind, gamma_start=begin or 0.5)
     begin = begin if begin < end else end / 2
     end = end if begin < end else 0.5
-    return LossSettings(norm=norm, gamma_from=start, gamma_schedule=kind, gamma_start=begin, gamma_end=end)
+    return LossConfig(norm=norm, gamma_from=start, gamma_schedule=kind, gamma_start=begin, gamma_end=end)
 
 
 @given(settings=schedules(), total=st.integers(1, 400))
 def test_a_schedule_of_fractions_ends_at_the_norm_of_any_run_and_moves_one_way(
-    settings: LossSettings, total: int
+    settings: LossConfig, total: int
 ) -> None:
     check(settings, total)
     start, end = (Normalization(n).exponents for n in (settings.gamma_from, settings.norm))
@@ -54,26 +54,26 @@ def test_a_schedule_of_fractions_ends_at_the_norm_of_any_run_and_moves_one_way(
 
 
 def test_an_anneal_is_a_straight_line_between_its_two_steps() -> None:
-    settings = LossSettings(norm="dnorm", gamma_from="dot", gamma_schedule="anneal", gamma_start=2, gamma_end=6)
+    settings = LossConfig(norm="dnorm", gamma_from="dot", gamma_schedule="anneal", gamma_start=2, gamma_end=6)
     path = [exponents_at(settings, step, 9) for step in range(9)]
     assert [p[1] for p in path] == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1] and {p[0] for p in path} == {0}
     assert [rate_factor(settings, step, 9) for step in range(9)] == [1] * 9
 
 
 def test_a_switch_has_a_second_stage_with_its_own_rate() -> None:
-    settings = LossSettings(norm="dot", gamma_schedule="switch", gamma_start=0.5, stage2_lr_factor=0.2)
+    settings = LossConfig(norm="dot", gamma_schedule="switch", gamma_start=0.5, stage2_lr_factor=0.2)
     assert [rate_factor(settings, step, 5) for step in range(5)] == [1, 1, 1, 0.2, 0.2]
     assert [exponents_at(settings, step, 5)[0] for step in range(5)] == [1, 1, 1, 0, 0]
 
 
 @given(start=st.floats(0, 1), end=st.floats(0, 1), total=st.integers(2, 300))
 def test_lambda_goes_from_the_first_step_to_the_last(start: float, end: float, total: int) -> None:
-    settings = LossSettings(i2t_weight=start, i2t_weight_end=end)
+    settings = LossConfig(i2t_weight=start, i2t_weight_end=end)
     path = [i2t_weight_at(settings, step, total) for step in range(total)]
     assert path[0] == start and path[-1] == end and all(w is not None and 0 <= w <= 1 for w in path)
     assert path[total // 2] == pytest.approx(start + (end - start) * (total // 2) / (total - 1))
-    assert i2t_weight_at(LossSettings(i2t_weight=start), 3, total) is None
-    assert i2t_weight_at(LossSettings(i2t_weight_end=end), 0, total) == 0.5
+    assert i2t_weight_at(LossConfig(i2t_weight=start), 3, total) is None
+    assert i2t_weight_at(LossConfig(i2t_weight_end=end), 0, total) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_lambda_goes_from_the_first_step_to_the_last(start: float, end: float, t
     ],
 )
 def test_what_cannot_be_is_refused_by_the_settings_alone(flags: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        TrainSettings(**flags)
+    with pytest.raises(UserError, match=says):
+        TrainConfig(**flags)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,16 @@ def test_what_cannot_be_is_refused_by_the_settings_alone(flags: dict[str, Any], 
     ],
 )
 def test_steps_that_a_run_does_not_have_are_refused(flags: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        check(LossSettings(norm="dot", **flags), 20)
-    check(LossSettings(norm="dot", **flags), 100)
+    with pytest.raises(UserError, match=says):
+        check(LossConfig(norm="dot", **flags), 20)
+    check(LossConfig(norm="dot", **flags), 100)
 
 
 def test_facts_say_what_was_used_and_nothing_else() -> None:
     sides = {s: torch.randn(4, 8) for s in ("image", "text")}
 
     def of(**flags: Any) -> dict[str, Any]:
-        settings = LossSettings(**flags)
+        settings = LossConfig(**flags)
         end = settings.i2t_weight_end
         loss = clip_loss(settings.loss, settings.norm, settings.i2t_weight, i2t_weight_end=end)
         loss(sides)

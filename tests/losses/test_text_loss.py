@@ -15,7 +15,7 @@ from sentence_transformers.sentence_transformer import losses as theirs
 from torch import Tensor, nn
 
 from mmclip.data.beir import open_beir
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.losses.contrastive import Positives
 from mmclip.losses.positives import known_by_id
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss, text_weights
@@ -175,7 +175,7 @@ def test_labels_of_another_shape_say_nothing_and_are_refused_where_judgments_are
     assert RoleRankingLoss(GIVEN, positives="mask")(features, labels).item() == plain
     relevant = torch.tensor([[0, 0]])
     assert RoleRankingLoss(GIVEN, positives="none", relevant=relevant)(features, labels).item() == plain
-    with pytest.raises(UsageError, match=r"labels of shape .*whole numbers \[3, 3\]"):
+    with pytest.raises(UserError, match=r"labels of shape .*whole numbers \[3, 3\]"):
         RoleRankingLoss(GIVEN, relevant=relevant)(features, labels)
 
 

@@ -11,8 +11,8 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import TrainerCallback
 
-from mmclip.config.text import TextTrainSettings
-from mmclip.errors import UsageError
+from mmclip.config.text import TextTrainConfig
+from mmclip.errors import UserError
 from mmclip.losses.sentence_transformers import (
     LOSS_FILE,
     CachedRoleRankingLoss,
@@ -152,18 +152,18 @@ def test_the_state_is_saved_and_taken_back_to_the_bit(tiny: SentenceTransformer,
     assert not torch.equal(state["similarity.gamma_hat_q"], torch.zeros(()))
     batch = [tiny.preprocess(c) for c in sentences(5, 2)]
     assert torch.equal(loss(batch), fresh(batch))
-    with pytest.raises(UsageError, match=r"state of another loss: it has .*gamma_hat_d"):
+    with pytest.raises(UserError, match=r"state of another loss: it has .*gamma_hat_d"):
         load_loss(RoleRankingLoss(tiny, norm="dot"), tmp_path)
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(UserError, match="no such file"):
         load_loss(fresh, tmp_path / "elsewhere")
     (tmp_path / LOSS_FILE).write_bytes(b"\xff" * 40)
-    with pytest.raises(UsageError, match="not readable"):
+    with pytest.raises(UserError, match="not readable"):
         load_loss(fresh, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["q2d", "d2q", "both"])
 def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path, name: str) -> None:
-    given = TextTrainSettings(model="m", train_data=str(tmp_path), loss=name, norm="qnorm", positives="multi")
+    given = TextTrainConfig(model="m", train_data=str(tmp_path), loss=name, norm="qnorm", positives="multi")
     loss = RoleRankingLoss(tiny, text_weights(name), given.norm, given.positives, given.logit_scale_init)
     assert {v for k, v in text_facts(loss, given).items() if "scale" in k} == {None}, "no batch was seen"
     loss([tiny.preprocess(c) for c in sentences(5, 2)])
@@ -190,13 +190,13 @@ def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path,
     [(("syn",), "unknown loss 'syn'"), (("both", 1.5), "outside 0 to 1"), (("q2d", 0.4), "fixes the q2d weight at 1")],
 )
 def test_bad_weights_are_refused(arguments: tuple[str, float], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UserError, match=message):
         text_weights(*arguments)
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tiny: SentenceTransformer) -> None:
     for weights in ({Direction.I2T: 1.0}, {Direction.Q2D: 0.0}, {}):
-        with pytest.raises(UsageError, match="a weight above 0 of q2d, d2q or both"):
+        with pytest.raises(UserError, match="a weight above 0 of q2d, d2q or both"):
             RoleRankingLoss(tiny, weights)
     for relevant, message in (
         (torch.zeros(3), r"shape \[3\]"),
@@ -204,7 +204,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tiny: SentenceTransformer
         (torch.tensor([[0, 2**31]]), "ids from 0 to 2147483648"),
         (torch.tensor([[-1, 0]]), "ids from -1 to 0"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UserError, match=message):
             RoleRankingLoss(tiny, relevant=relevant)
-    with pytest.raises(UsageError, match="1 text column"):
+    with pytest.raises(UserError, match="1 text column"):
         RoleRankingLoss(tiny)([tiny.preprocess(["w1"])])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models.factory import build_model
 from mmclip.training.checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint
 from mmclip.training.resume import FORMAT
@@ -58,9 +58,9 @@ def test_image_trunk_weights_come_from_a_local_file(tmp_path: Path, suffix: str)
     loaded = model.towers.clip.visual.trunk.state_dict()
     assert all(torch.equal(loaded[k], state[k].to(loaded[k].dtype)) for k in loaded)
     torch.save({"x": torch.zeros(1)}, tmp_path / "other.pt")
-    with pytest.raises(UsageError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit"):
         build_model(write(tmp_path / "m.json", TIMM), image_trunk=str(tmp_path / "other.pt"))
-    with pytest.raises(UsageError, match="not a timm model"):
+    with pytest.raises(UserError, match="not a timm model"):
         build_model(write(tmp_path / "n.json", MODEL), image_trunk=str(path))
 
 
@@ -82,7 +82,7 @@ def test_siglip_models_are_supported_their_bias_cancels(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_names_and_tags_are_refused(model: str, pretrained: str | None, told: str) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         build_model(model, pretrained)
     assert told in str(error.value) and "\n" not in str(error.value)
 
@@ -100,9 +100,9 @@ def test_weights_never_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     path = tmp_path / f"evil{suffix}"
     with path.open("wb") as file:
         torch.save(Evil(), file)
-    with pytest.raises(UsageError, match="evil"):
+    with pytest.raises(UserError, match="evil"):
         build_model(write(tmp_path / "m.json", MODEL), pretrained=str(path))
-    with pytest.raises(UsageError, match="evil"):
+    with pytest.raises(UserError, match="evil"):
         build_model(write(tmp_path / "t.json", TIMM), image_trunk=str(path))
     assert not (tmp_path / "PWNED").exists()
 
@@ -119,7 +119,7 @@ def test_code_that_comes_with_a_hugging_face_folder_never_runs(tmp_path: Path, m
         {"hf_model_name": str(evil), "hf_tokenizer_name": str(evil), "tokenizer_kwargs": asked},
         {**MODEL["text_cfg"], "hf_tokenizer_name": str(evil), "tokenizer_kwargs": asked},
     ):
-        with pytest.raises(UsageError):
+        with pytest.raises(UserError):
             build_model(write(tmp_path / "m.json", {**MODEL, "text_cfg": text}), pretrained_text=False)
     assert not (tmp_path / "PWNED").exists()
 
@@ -127,14 +127,14 @@ def test_code_that_comes_with_a_hugging_face_folder_never_runs(tmp_path: Path, m
 @pytest.mark.parametrize("content", [b"\xff" * 8 + b"{}", b"\x10" + bytes(7) + b"[" * 16, bytes(4), b""])
 def test_a_safetensors_file_whose_header_lies_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(UsageError, match="not a checkpoint of this model") as error:
+    with pytest.raises(UserError, match="not a checkpoint of this model") as error:
         build_model(write(tmp_path / "m.json", MODEL), str(tmp_path / "x.safetensors"))
     assert "\n" not in str(error.value)
 
 
 def test_a_checkpoint_that_is_no_zip_is_named_without_the_librarys_advice(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"PK\003\004 and no more")
-    with pytest.raises(UsageError, match=r"not a checkpoint of this model: [^.]*zip archive[^.]*\.$"):
+    with pytest.raises(UserError, match=r"not a checkpoint of this model: [^.]*zip archive[^.]*\.$"):
         build_model(write(tmp_path / "m.json", MODEL), str(tmp_path / "x.pt"))
 
 
@@ -143,11 +143,11 @@ def test_a_checkpoint_of_damaged_weights_is_one_line(tmp_path: Path, scale: floa
     path, weights = write(tmp_path / "m.json", MODEL), tmp_path / "x.safetensors"
     state = build_model(path).towers.clip.state_dict()
     save_file({**state, "logit_scale": torch.tensor(scale)}, str(weights))
-    with pytest.raises(UsageError, match="logit_scale"):
+    with pytest.raises(UserError, match="logit_scale"):
         build_model(path, str(weights))
     for number in (torch.nan, torch.inf, 1e30):
         save_file({**state, "visual.proj": torch.full_like(state["visual.proj"], number)}, str(weights))
-        with pytest.raises(UsageError, match=r"x\.safetensors: features whose length is not finite"):
+        with pytest.raises(UserError, match=r"x\.safetensors: features whose length is not finite"):
             build_model(path, str(weights))
 
 
@@ -172,19 +172,19 @@ def test_a_caption_of_any_length_is_tokenized_at_once_and_others_as_open_clip_do
 @pytest.mark.parametrize("aug_cfg", [{"scale": 5.0}, {"color_jitter": -1.0}, {"ratio": (0.0, 0.0)}])
 def test_an_augmentation_that_open_clip_cannot_use_is_one_line(tmp_path: Path, aug_cfg: dict[str, Any]) -> None:
     model = build_model(write(tmp_path / "m.json", MODEL))
-    with pytest.raises(UsageError, match=f"--aug-cfg .*{next(iter(aug_cfg))}"):
+    with pytest.raises(UserError, match=f"--aug-cfg .*{next(iter(aug_cfg))}"):
         model.transform(train=True, aug_cfg=aug_cfg)
     model.transform(train=True, aug_cfg={"none": 0, "scale": (0.5, 1.0)})
 
 
 def test_coca_is_refused_by_its_config_too(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="CoCa"):
+    with pytest.raises(UserError, match="CoCa"):
         build_model(write(tmp_path / "m.json", {**MODEL, "multimodal_cfg": {}}))
 
 
 def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(2)}, str(tmp_path / "x.safetensors"))
-    with pytest.raises(UsageError, match="not a checkpoint of this model") as error:
+    with pytest.raises(UserError, match="not a checkpoint of this model") as error:
         build_model(write(tmp_path / "m.json", MODEL), str(tmp_path / "x.safetensors"))
     assert "\n" not in str(error.value)
 
@@ -196,14 +196,14 @@ def test_a_checkpoint_is_found_as_the_latest_or_by_its_path(tmp_path: Path) -> N
     latest, named = find_checkpoint("latest", tmp_path), str(tmp_path / "step_00000004.pt")
     assert latest is not None and load_checkpoint(latest)["step"] == 5
     assert find_checkpoint(named, Path("elsewhere")) == Path(named)
-    with pytest.raises(UsageError, match=r"--resume nowhere\.pt"):
+    with pytest.raises(UserError, match=r"--resume nowhere\.pt"):
         find_checkpoint("nowhere.pt", tmp_path)
     (tmp_path / "latest").write_text("step_00000009.pt", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"step_00000009\.pt, which is not there; there: step_00000004\.pt"):
+    with pytest.raises(UserError, match=r"step_00000009\.pt, which is not there; there: step_00000004\.pt"):
         find_checkpoint("latest", tmp_path)
 
 
 def test_weights_of_a_model_are_no_training_checkpoint(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="not an mmclip training checkpoint"):
+    with pytest.raises(UserError, match="not an mmclip training checkpoint"):
         load_checkpoint(tmp_path / "x.pt")

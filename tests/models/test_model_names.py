@@ -10,7 +10,7 @@ from typing import Any
 import open_clip
 import pytest
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models.factory import build_model
 from mmclip.models.model_names import check_sizes, read_json
 from mmclip.training.checkpoint import export_model
@@ -45,7 +45,7 @@ def test_a_faulty_model_config_is_one_line(tmp_path: Path, content: str) -> None
     (tmp_path / "m.json").write_text(content, encoding="utf-8")
     (tmp_path / "open_clip_config.json").write_text(content, encoding="utf-8")
     for model in (str(tmp_path / "m.json"), f"local-dir:{tmp_path}"):
-        with pytest.raises(UsageError, match="json") as error:
+        with pytest.raises(UserError, match="json") as error:
             build_model(model)
         assert "\n" not in str(error.value) and len(str(error.value)) < 800
 
@@ -86,7 +86,7 @@ def test_sizes_and_parts_that_cannot_be_are_refused_before_they_cost(
     config: dict[str, Any] = {"model_cfg": copy.deepcopy(MODEL), "preprocess_cfg": {}}
     owner = config["preprocess_cfg"] if side == "preprocess_cfg" else config["model_cfg"][side]
     owner |= {name: value} | ({"patch_size": 1} if value == 4000 else {"layers": 1000} if value == 65_536 else {})
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         build_model(write(tmp_path / "m.json", config))
     assert told in str(error.value) and "\n" not in str(error.value)
 
@@ -94,7 +94,7 @@ def test_sizes_and_parts_that_cannot_be_are_refused_before_they_cost(
 def test_no_registered_model_is_refused_for_its_sizes() -> None:
     for name in open_clip.list_models():
         check_sizes(name, open_clip.get_model_config(name))
-    with pytest.raises(UsageError, match="--model ViT-B-32: image_size is 1000000000"):
+    with pytest.raises(UserError, match="--model ViT-B-32: image_size is 1000000000"):
         build_model("ViT-B-32", force_image_size=10**9)
 
 
@@ -114,12 +114,12 @@ def test_an_exports_facts_are_what_they_should_be(tmp_path: Path, facts: str, to
     export_model(tmp_path / "out", build_model(write(tmp_path / "m.json", MODEL)), 1.0, {"gamma_q": 1.0})
     assert build_model(f"local-dir:{tmp_path / 'out'}").facts == {"gamma_q": 1.0}
     (tmp_path / "out" / "mmclip.json").write_text(facts, encoding="utf-8")
-    with pytest.raises(UsageError, match=r"mmclip\.json") as error:
+    with pytest.raises(UserError, match=r"mmclip\.json") as error:
         build_model(f"local-dir:{tmp_path / 'out'}")
     assert told in str(error.value)
 
 
 def test_a_path_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         read_json(tmp_path)
     assert str(error.value) == f"{tmp_path}: not readable as JSON: Is a directory"

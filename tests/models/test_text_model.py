@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models import text_weights
 from mmclip.models.text_encoder import load_text_model, read_text_facts, resolve_model, save_text_model
 from tests.helpers.texts import WORDS, make_bert, make_decoder
@@ -48,7 +48,7 @@ def insert(folder: Path, place: int, kind: str, path: str, at: str = "sentence_t
 
 
 def refusal(name: object, **options: Any) -> str:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UserError) as error:
         load_text_model(str(name), **options)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -251,7 +251,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_a_hub_name_without_a_network_ends_at_once(hub_cache: Path, tmp_path: Path) -> None:
     for name in ("nobody/nothing-there", "a/path/that/is/none", str(tmp_path / "asked")):
         assert "the hub does not answer" in refusal(name)
-        with pytest.raises(UsageError, match="no such folder"):
+        with pytest.raises(UserError, match="no such folder"):
             read_text_facts(name)
 
 

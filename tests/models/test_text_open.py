@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.config.text_model import TextModelSettings
+from mmclip.config.text_model import TextModelConfig
 from mmclip.models.text_encoder import load_text_model, save_text_model
 from mmclip.models.text_open import open_text_model, text_precision
 from tests.helpers.texts import make_bert
@@ -24,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_texts_are_cut_as_in_training_unless_flags_say_otherwise(trained: Path) -> None:
     cpu = torch.device("cpu")
-    model = open_text_model(TextModelSettings(model=str(trained), document_length=10), cpu)
+    model = open_text_model(TextModelConfig(model=str(trained), document_length=10), cpu)
     assert [model.length_of(role) for role in ("query", "document")] == [8, 10]
     assert model.tokens(["w " * 40], "document")["input_ids"].shape[1] == 10
     assert model.tokens(["w " * 40], "query")["input_ids"].shape[1] == 8
@@ -34,7 +34,7 @@ def test_texts_are_cut_as_in_training_unless_flags_say_otherwise(trained: Path) 
 def test_lengths_that_are_no_numbers_are_nobodys(trained: Path, tmp_path: Path, lengths: object) -> None:
     model = load_text_model(str(trained))
     save_text_model(model, tmp_path / "model", {**FACTS, "lengths": lengths})
-    found = open_text_model(TextModelSettings(model=str(tmp_path / "model")), torch.device("cpu"))
+    found = open_text_model(TextModelConfig(model=str(tmp_path / "model")), torch.device("cpu"))
     assert found.length_of("query") == found.length_of("document") == model.encoder.max_seq_length
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models.factory import Model, build_model
 from mmclip.models.towers import Towers
 from tests.helpers.tiny import MODEL as NATIVE
@@ -97,7 +97,7 @@ def test_lock_of_one_side_leaves_the_other_alone(build) -> None:  # type: ignore
 
 def test_tower_without_a_projection_cannot_be_locked(build) -> None:  # type: ignore[no-untyped-def]
     config = {**TIMM, "vision_cfg": {**TIMM["vision_cfg"], "timm_proj": ""}}
-    with pytest.raises(UsageError, match="image tower has no projection head"):
+    with pytest.raises(UserError, match="image tower has no projection head"):
         build(config).towers.lock("image")
 
 

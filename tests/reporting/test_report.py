@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.reporting.page import write_report
@@ -213,13 +213,13 @@ def test_numbers_that_do_not_exist_are_dashes(runs, tmp_path):
 
 def test_only_what_can_be_compared_is_compared(runs, pictures, tmp_path):
     make_run(tmp_path / "other", pictures, captions=[f"another {i}" for i in range(120)])
-    with pytest.raises(UsageError, match="different data"):
+    with pytest.raises(UserError, match="different data"):
         write_report({"a": runs / "qnorm", "b": tmp_path / "other"}, tmp_path / "r.html")
-    with pytest.raises(UsageError, match="control is of none"):
+    with pytest.raises(UserError, match="control is of none"):
         write_report({"a": runs / "baseline"}, tmp_path / "r.html", control=runs / "control")
-    with pytest.raises(UsageError, match="html file is expected"):
+    with pytest.raises(UserError, match="html file is expected"):
         write_report({"a": runs / "baseline"}, tmp_path / "r.txt")
-    with pytest.raises(UsageError, match="at least one run"):
+    with pytest.raises(UserError, match="at least one run"):
         write_report({}, tmp_path / "r.html")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]  # nothing was begun
 

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdict, verdicts
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.text_evaluation import evaluate_text
@@ -76,7 +76,7 @@ def test_a_comparison_shows_difference_p_and_what_could_be_seen() -> None:
     assert "recall@100" in report and "p_holm" not in significance({"a": runs["first"], "b": runs["better"]})["b"]
     other = collection_of(n_q=60, n_d=91, seed=1)
     alien = evaluate_text(other, *vectors_of(other), QNORM, {"model": "a"}, resamples=5).results
-    with pytest.raises(UsageError, match="different data"):
+    with pytest.raises(UserError, match="different data"):
         significance({"a": runs["first"], "b": alien})
 
 
@@ -109,14 +109,14 @@ def test_verdicts_on_text_ask_ndcg_in_q2d_of_the_same_loss() -> None:
     assert [v["pool"] for v in verdicts(run, control, baseline)] == ["retrieval"]
     weighed = run_of(loss="both", q2d_weight=0.3)
     for other in (run_of(COSINE, "both", q2d_weight=0.5), run_of(COSINE, "d2q")):
-        with pytest.raises(UsageError, match="a control has the run's loss"):
+        with pytest.raises(UserError, match="a control has the run's loss"):
             verdict(weighed, other)
         assert verdicts(weighed, other) == []
-        with pytest.raises(UsageError, match="a baseline is a cosine run of the run's loss, both"):
+        with pytest.raises(UserError, match="a baseline is a cosine run of the run's loss, both"):
             verdict(weighed, run_of(COSINE, "both", q2d_weight=0.3), other)
-    with pytest.raises(UsageError, match="a baseline is a cosine run"):
+    with pytest.raises(UserError, match="a baseline is a cosine run"):
         verdict(run, control, run_of())
-    with pytest.raises(UsageError, match="d2q alone"):
+    with pytest.raises(UserError, match="d2q alone"):
         verdict(run_of(loss="d2q"), run_of(COSINE, "d2q"))
     assert verdicts(run_of(loss="d2q"), run_of(COSINE, "d2q")) == []
     plain = run_of(COSINE, task="clip")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.retrieval.hubness import (
     bank_side,
     corrected_candidates,
@@ -83,7 +83,7 @@ def test_the_bank_holds_documents_of_the_trained_direction():
     ],
 )
 def test_unusable_banks_are_told(bank, alpha, says):
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UserError, match=says):
         log_evidence(_vectors(0, 4), bank, Normalization.DOT.exponents, alpha)
 
 
@@ -97,7 +97,7 @@ def test_trained_directions_follow_loss_and_weight():
     assert of(loss="sym", i2t_weight=0.0, i2t_weight_end=0.0) == (Direction.T2I,)
     assert of(loss="sym", i2t_weight=0.0, i2t_weight_end=0.5) == (Direction.I2T, Direction.T2I)
     assert of(loss="asym-t2i") == (Direction.T2I,)
-    with pytest.raises(UsageError, match="asym-i2t"):
+    with pytest.raises(UserError, match="asym-i2t"):
         of()
 
 

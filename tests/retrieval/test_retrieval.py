@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.retrieval.ranking import Ranking, rank, rank_both_ways
 from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization, score
 
@@ -168,7 +168,7 @@ def test_k_above_the_candidates_is_clamped():
 )
 def test_bad_input_is_one_line(change, words):
     given_ = {"query": torch.ones(3, 2), "document": torch.ones(2, 2), "pairs": [[0, 0]]} | change
-    with pytest.raises(UsageError, match=words) as error:
+    with pytest.raises(UserError, match=words) as error:
         rank(given_["query"], given_["document"], given_["pairs"], SCORINGS, gains=given_.get("gains"))
     assert "\n" not in str(error.value)
 
@@ -233,7 +233,7 @@ def test_exclusion_cuts_lists_and_refuses_a_relevant_document() -> None:
     how = {"top_k": {"cosine": 5}, "excluded": np.array([[0, 2], [0, 3], [0, 3]])}
     cosine = {"cosine": Normalization.COSINE.exponents}
     assert rank(query, document, [[0, 0], [1, 1]], cosine, **how)["cosine"].top_ids.shape == (2, 3)
-    with pytest.raises(UsageError, match="document row 3 is relevant to query row 0 and excluded"):
+    with pytest.raises(UserError, match="document row 3 is relevant to query row 0 and excluded"):
         rank(query, document, [[0, 3], [1, 1]], cosine, **how)
-    with pytest.raises(UsageError, match="document row 9"):
+    with pytest.raises(UserError, match="document row 9"):
         rank(query, document, [[0, 0]], cosine, excluded=np.array([[0, 9]]))

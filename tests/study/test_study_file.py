@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from tests.helpers.studying import ARMS, plan
 
 
 def test_a_grid_is_counted_before_it_is_made(tmp_path: Path) -> None:
     axis = str([i / 100 for i in range(1, 61)])
     grid = "{" + ", ".join(f"{name}: {axis}" for name in ("lr", "wd", "warmup", "focal", "norm_drift")) + "}"
-    with pytest.raises(UsageError, match="line 2: 777,600,000 runs, more than 2,000"):
+    with pytest.raises(UserError, match="line 2: 777,600,000 runs, more than 2,000"):
         plan(tmp_path, f"arms:\n  - {grid}\n")
     lines = "".join(f"  - {{lr: {axis}, wd: [{i}, {i + 1}, {i + 2}]}}\n" for i in range(20))
-    with pytest.raises(UsageError, match=r"tiny\.yaml: 3,600 runs, more than 2,000"):
+    with pytest.raises(UserError, match=r"tiny\.yaml: 3,600 runs, more than 2,000"):
         plan(tmp_path, f"arms:\n{lines}")
 
 
@@ -62,7 +62,7 @@ def test_settings_of_the_command_line_win_and_lists_and_null_are_understood(tmp_
     ]
     assert cell.settings.lr == 0.5 and cell.settings.grad_clip_norm is None
     assert cell.settings.aug_cfg == ["scale=0.9,1", "none=1"]
-    with pytest.raises(UsageError, match="--set: unknown setting 'lrr'; did you mean lr"):
+    with pytest.raises(UserError, match="--set: unknown setting 'lrr'; did you mean lr"):
         plan(tmp_path, ARMS, set=["lrr=1"])
 
 
@@ -77,6 +77,6 @@ def test_settings_of_the_command_line_win_over_arms(tmp_path: Path) -> None:
         (["seed=3"], "--set: seed is set by the study for each of its runs; give --seeds"),
         (["logs=a"], "--set: logs is set by the study"),
     ):
-        with pytest.raises(UsageError, match=re.escape(told)):
+        with pytest.raises(UserError, match=re.escape(told)):
             plan(tmp_path, ARMS, set=flags)
     assert plan(tmp_path, ARMS, set=["grad-clip-norm=null"]).cells[0].settings.grad_clip_norm is None

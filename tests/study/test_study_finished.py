@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.config.study import StudySettings
-from mmclip.errors import UsageError
+from mmclip.config.study import StudyConfig
+from mmclip.errors import UserError
 from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.study.finished import damaged, gather, put_aside, read_lines, read_run
 from mmclip.study.plan import Cell, plan_study
@@ -33,7 +33,7 @@ def results() -> Results:
 def cells(tmp_path: Path, results: Results) -> list[Cell]:
     """cosine, dot and qnorm, which starts from cosine: all finished."""
     (tmp_path / "s.yaml").write_text(ARMS, encoding="utf-8")
-    found = plan_study(StudySettings(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"))).cells
+    found = plan_study(StudyConfig(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"))).cells
     for cell in found:
         save_results(results, cell.folder)
         (cell.folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n', encoding="utf-8")
@@ -144,7 +144,7 @@ def test_the_page_is_written_without_the_run_that_cannot_be_redone(
     cut("results.json")(cells[1].folder)
     failing = tmp_path / "fails.py"
     failing.write_text("raise SystemExit('error: planted')", encoding="utf-8")
-    settings = StudySettings(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"), jobs=1)
+    settings = StudyConfig(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"), jobs=1)
     settings.dry_run = True
     assert study(settings, failing) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["finished", "damaged", "finished"]
@@ -161,8 +161,8 @@ def test_a_study_that_another_process_runs_is_left_alone(cells: list[Cell], tmp_
     command = [sys.executable, "-c", code, str(tmp_path / "logs" / "s" / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
-        with pytest.raises(UsageError, match="logs/s: another process runs this study: wait for it, or end it first"):
-            study(StudySettings(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs")), tmp_path / "none.py")
+        with pytest.raises(UserError, match="logs/s: another process runs this study: wait for it, or end it first"):
+            study(StudyConfig(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs")), tmp_path / "none.py")
 
 
 def test_a_whole_run_is_read_as_it_is(cells: list[Cell], results: Results) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.evaluation.comparison import pooled_verdict, verdict
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE
@@ -129,9 +129,9 @@ def test_a_pooled_verdict_is_of_the_seeds_means(study, arms):
 
 def test_pooled_runs_must_be_each_others_seeds_controls_and_data(arms):
     runs, controls = ([arms[a].runs[s] for s in order] for a, order in (("better", (0, 1)), ("control", (1, 0))))
-    with pytest.raises(UsageError, match="a control has the run's seed"):
+    with pytest.raises(UserError, match="a control has the run's seed"):
         pooled_verdict(runs, controls, None, MAIN_POOL, Direction.T2I)
-    with pytest.raises(UsageError, match="a control has the run's loss"):
+    with pytest.raises(UserError, match="a control has the run's loss"):
         pooled_verdict(runs, [arms["worse"].runs[1]] * 2, None, MAIN_POOL, Direction.T2I)
 
 

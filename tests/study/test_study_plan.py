@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmclip.config.clip import CONFIGS
-from mmclip.config.study import StudySettings, parse_study
-from mmclip.errors import UsageError
+from mmclip.config.study import StudyConfig, parse_study
+from mmclip.errors import UserError
 from mmclip.study.kinds import KINDS, Kind
 from mmclip.study.plan import plan_study, require_data
 from tests.helpers import tiny
@@ -142,7 +142,7 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
     ],
 )
 def test_a_slip_is_one_line(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(told)) as raised:
+    with pytest.raises(UserError, match=re.escape(told)) as raised:
         plan(tmp_path, text)
     assert "\n" not in str(raised.value)
 
@@ -162,14 +162,14 @@ def test_a_name_without_ascii_letters_still_names_a_folder(tmp_path: Path) -> No
     ],
 )
 def test_flags_are_checked(argv: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(told)):
         parse_study(argv)
 
 
 def test_data_that_are_not_there_are_told_before_a_run(tmp_path: Path) -> None:
     def told(*given: str) -> str:
         cells = plan(tmp_path, ARMS, set=list(given)).cells
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UserError) as raised:
             require_data(cells)
         return str(raised.value)
 
@@ -215,7 +215,7 @@ def test_the_shipped_studies_are_valid_and_open_with_command_cost_and_expectatio
     words = [line.split()[1] for line in head.splitlines() if re.match(r"# [A-Z][a-z]+ {2,}", line)]
     assert words == ["Command", "Cost", "Expect"]
     assert "TODO" not in head
-    assert plan_study(StudySettings(config=str(path))).cells
+    assert plan_study(StudyConfig(config=str(path))).cells
 
 
 def test_the_grid_is_shown_without_training(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 from PIL import Image
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.study.report import SHEETS, write_study
 from tests.helpers.reporting import Page
 from tests.helpers.studying import planted_arm, start
@@ -106,5 +106,5 @@ def test_a_study_in_part_has_a_page(part, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be made"):
         write_study([], tmp_path / "file", title="t")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config.study import StudySettings
+from mmclip.config.study import StudyConfig
 from mmclip.study.plan import Cell, plan_study
 from mmclip.study.runner import StudyRun, is_finished, last_line, seconds_of
 from mmclip.study.study import study
@@ -51,7 +51,7 @@ results = {"retrieval": {"i2t": side, "t2i": side}, "magnitude": {}, "data": {},
 def cells(folder: Path, text: str) -> list[Cell]:
     file = folder / "s.yaml"
     file.write_text(text, encoding="utf-8")
-    return plan_study(StudySettings(config=str(file), logs=str(folder / "logs"))).cells
+    return plan_study(StudyConfig(config=str(file), logs=str(folder / "logs"))).cells
 
 
 def stand_in(folder: Path) -> Path:
@@ -145,8 +145,8 @@ def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path) -> None:
     found = cells(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
     code = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from pathlib import Path\nfrom mmclip.config.study import StudySettings\nfrom mmclip.study.study import study\n"
-        f"sys.exit(study(StudySettings(config={str(tmp_path / 's.yaml')!r}, logs={str(tmp_path / 'logs')!r}, jobs=1), "
+        "from pathlib import Path\nfrom mmclip.config.study import StudyConfig\nfrom mmclip.study.study import study\n"
+        f"sys.exit(study(StudyConfig(config={str(tmp_path / 's.yaml')!r}, logs={str(tmp_path / 'logs')!r}, jobs=1), "
         f"Path({str(stand_in(tmp_path))!r})))"
     )
     process = subprocess.Popen(
@@ -178,4 +178,4 @@ def test_a_torn_line_is_not_read(tmp_path: Path) -> None:
 def test_where_every_run_failed_there_is_no_page(tmp_path: Path) -> None:
     cells(tmp_path, "arms:\n  - {norm: dot}\n")
     with pytest.raises(Exception, match="none of the 1 runs is finished: a planted fault"):
-        study(StudySettings(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"), jobs=1), stand_in(tmp_path))
+        study(StudyConfig(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"), jobs=1), stand_in(tmp_path))

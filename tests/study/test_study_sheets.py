@@ -52,7 +52,7 @@ def test_one_reason_is_told_once():
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path):
-    from mmclip.errors import UsageError
+    from mmclip.errors import UserError
 
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         write_sheet(Sheet("x", ("a",), []), tmp_path / "none")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.study.text_report import PAGE, print_verdicts, write_text_study
 from tests.helpers.text_studying import INSIDE, OUTSIDE, UNDETERMINED, arm, start
 
@@ -65,5 +65,5 @@ def test_a_study_of_nothing_and_of_one_run_has_its_page(tmp_path: Path) -> None:
         path = write_text_study(arms, tmp_path / str(i), title="t")
         assert "nothing to compare with" in path.read_text(encoding="utf-8") or len(arms)
     (tmp_path / "3").write_text("", encoding="utf-8")
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be made"):
         write_text_study([], tmp_path / "3", title="t")

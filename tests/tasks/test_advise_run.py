@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mmclip.commands.advise import advise, lengths, zero_shot
-from mmclip.config.advise import AdviseSettings, parse_advise
+from mmclip.config.advise import AdviseConfig, parse_advise
 from mmclip.data.beir import open_beir
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.similarity import Direction, Normalization
 from mmclip.tasks.advise import CANNOT_TELL, NORMS
 from mmclip.tasks.advise_trial import Matched
@@ -59,7 +59,7 @@ def read(folder: Path) -> dict[str, Any]:
     return found
 
 
-def settings(*arguments: object) -> AdviseSettings:
+def settings(*arguments: object) -> AdviseConfig:
     return parse_advise([str(a) for a in arguments])
 
 
@@ -201,7 +201,7 @@ def test_a_weight_that_changes_changes_the_key() -> None:
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(arguments: tuple[object, ...], told: str) -> None:
-    with pytest.raises(UsageError, match="^" + ".*" + told.replace("(", r"\(")) as error:
+    with pytest.raises(UserError, match="^" + ".*" + told.replace("(", r"\(")) as error:
         settings(*arguments)
     assert "\n" not in str(error.value)
 
@@ -214,7 +214,7 @@ def test_the_task_is_seen_in_the_data(beir: Path, tiny_data: Path) -> None:
 
 def test_a_rank_above_the_dimensions_and_a_split_that_is_not_there(bert: Path, beir: Path, tmp_path: Path) -> None:
     usual = ("--model", bert, "--data", beir, "--output", tmp_path, "--no-fisher", *QUICK)
-    with pytest.raises(UsageError, match="--rank 33: the vectors have 32 dimensions"):
+    with pytest.raises(UserError, match="--rank 33: the vectors have 32 dimensions"):
         advise(settings(*usual, "--rank", 33))
-    with pytest.raises(UsageError, match="no split 'dev'; splits in qrels/: test, train"):
+    with pytest.raises(UserError, match="no split 'dev'; splits in qrels/: test, train"):
         advise(settings(*usual, "--split", "dev"))

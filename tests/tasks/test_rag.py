@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.tasks.rag import (
     DOCUMENTS,
     QUESTION,
@@ -131,7 +131,7 @@ def test_a_template_takes_texts_as_they_are() -> None:
 def test_a_template_that_cannot_be_used_is_refused(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(text)
-    with pytest.raises(UsageError, match=re.escape(told)) as error:
+    with pytest.raises(UserError, match=re.escape(told)) as error:
         read_template(str(path), "", FIELDS, "--prompt-file")
     assert "prompt.txt" in str(error.value)
 
@@ -141,10 +141,10 @@ def test_a_template_file_is_read_or_refused(tmp_path: Path) -> None:
     path.write_text("Ü {question}\n{documents}\n", encoding="utf-8")
     assert read_template(str(path), "", FIELDS, "--prompt-file").fill("q", ["d"]) == "Ü q\n[1] d"
     path.write_bytes(b"\xff {question} {documents}")
-    with pytest.raises(UsageError, match="not UTF-8"):
+    with pytest.raises(UserError, match="not UTF-8"):
         read_template(str(path), "", FIELDS, "--prompt-file")
     path.write_bytes(b"{question} {documents}" + b" " * 100_000)
-    with pytest.raises(UsageError, match="more than 100,000 bytes"):
+    with pytest.raises(UserError, match="more than 100,000 bytes"):
         read_template(str(path), "", FIELDS, "--prompt-file")
     assert read_template(None, "{question}", (QUESTION,), "--closed-prompt-file").fill("q") == "q"
 

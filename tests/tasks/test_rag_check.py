@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mmclip.commands.rag import best_documents
 from mmclip.data.beir import TextCollection
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.metrics.rank import mean_intervals, paired_difference
 from mmclip.similarity import Normalization
 from mmclip.tasks.rag import exact_match, has_answer, token_f1
@@ -158,5 +158,5 @@ def test_a_multibyte_character_may_be_torn(tmp_path: Path) -> None:
 def test_a_line_that_is_no_prediction_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"key": "a", "text": "x"}\n' + line + b'\n{"key": "b", "text": "x"}\n')
-    with pytest.raises(UsageError, match=re.escape("line 2 is no prediction")):
+    with pytest.raises(UserError, match=re.escape("line 2 is no prediction")):
         Predictions(path)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.tasks.rag import DOCUMENTS, QUESTION, Template
 from mmclip.tasks.rag_reader import Reader, open_reader, require_reader
 from tests.helpers.readers import make_causal, make_t5
@@ -128,11 +128,11 @@ def test_the_limit_is_the_readers_own_or_asked(folders: dict[str, Path]) -> None
     assert opened(folders["t5"], max_input_tokens=900).limit == 900  # relative positions: more can be asked
     assert opened(folders["causal"]).limit == 512 - 6  # the answer stands in the same positions
     assert opened(folders["causal"], max_input_tokens=100).limit == 100
-    with pytest.raises(UsageError, match="has 512 positions; --max-input-tokens 510 and --max-new-tokens 6 do not fit"):
+    with pytest.raises(UserError, match="has 512 positions; --max-input-tokens 510 and --max-new-tokens 6 do not fit"):
         opened(folders["causal"], max_input_tokens=510)
-    with pytest.raises(UsageError, match="--max-new-tokens 512 leaves none"):
+    with pytest.raises(UserError, match="--max-new-tokens 512 leaves none"):
         opened(folders["causal"], max_new_tokens=512)
-    with pytest.raises(UsageError, match=r"takes 8 tokens, and without any document the prompt of 'back.*' has \d+"):
+    with pytest.raises(UserError, match=r"takes 8 tokens, and without any document the prompt of 'back.*' has \d+"):
         opened(folders["t5"], max_input_tokens=8).prompt("back " * 9, ["del"])
 
 
@@ -146,34 +146,34 @@ def test_the_revision_tells_other_weights_of_the_same_name(tmp_path: Path) -> No
 
 
 def test_readers_that_cannot_be_used_are_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         require_reader(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"no config\.json in it"):
+    with pytest.raises(UserError, match=r"no config\.json in it"):
         opened(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "no-such-kind"}')
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         opened(tmp_path / "empty")
 
     encoder = make_bert(tmp_path / "bert", pooling=None)
     reader = opened(encoder)
-    with pytest.raises(UsageError, match=r"weights are not in its files, the first .*: no causal model"):
+    with pytest.raises(UserError, match=r"weights are not in its files, the first .*: no causal model"):
         reader.generate(["back"])
 
     damaged = make_t5(tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         opened(damaged).generate(["back"])
 
     odd = make_causal(tmp_path / "odd", chat=True)
     (odd / "chat_template.jinja").write_text("{{ messages[0].content }}{% if %}")
-    with pytest.raises(UsageError, match="its chat template cannot be used"):
+    with pytest.raises(UserError, match="its chat template cannot be used"):
         opened(odd).prompt("back", None)
 
     endless = make_causal(tmp_path / "endless")
     path = endless / "tokenizer_config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}))
-    with pytest.raises(UsageError, match="neither a padding nor an end token"):
+    with pytest.raises(UserError, match="neither a padding nor an end token"):
         opened(endless)
 
 
@@ -192,7 +192,7 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with (folder / "pytorch_model.bin").open("wb") as file:
         pickle.dump(Planted(tmp_path / "ran"), file)
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         opened(folder).generate(["back"])
 
     own = make_causal(tmp_path / "own")
@@ -200,12 +200,12 @@ def test_no_code_of_a_folder_is_run(tmp_path: Path) -> None:
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (own / "config.json").write_text(json.dumps(config))
     (own / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="cannot be loaded"):
         opened(own)
 
     (make_causal(tmp_path / "chat", chat=True) / "chat_template.jinja").write_text(
         "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     )
-    with pytest.raises(UsageError, match="its chat template cannot be used"):
+    with pytest.raises(UserError, match="its chat template cannot be used"):
         opened(tmp_path / "chat").prompt("back", None)
     assert not (tmp_path / "ran").exists()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization
 from mmclip.tasks.sts import (
     BLOCK,
@@ -54,11 +54,11 @@ def test_csv_has_quoting_and_a_fault_behind_a_cell_of_two_lines_has_its_line(tmp
     pairs = open_sts(write(tmp_path, text, "pairs.csv"))
     assert pairs.first == ["a, and\nmore", "c", "e"]
     assert pairs.second[0] == 'say "b"'
-    with pytest.raises(UsageError, match=r"line 4: .*number, got 'two'"):
+    with pytest.raises(UserError, match=r"line 4: .*number, got 'two'"):
         open_sts(write(tmp_path, text.replace("2,c", "two,c"), "pairs.csv"))
-    with pytest.raises(UsageError, match=r"line 2: 3 columns were expected, as in the header, got 4"):
+    with pytest.raises(UserError, match=r"line 2: 3 columns were expected, as in the header, got 4"):
         open_sts(write(tmp_path, text.replace('"say ""b"""', "b,c"), "pairs.csv"))
-    with pytest.raises(UsageError, match=r"not CSV: unexpected end of data"):
+    with pytest.raises(UserError, match=r"not CSV: unexpected end of data"):
         open_sts(write(tmp_path, text.replace("3,e", '3,"e'), "pairs.csv"))
 
 
@@ -78,14 +78,14 @@ def test_csv_has_quoting_and_a_fault_behind_a_cell_of_two_lines_has_its_line(tmp
     ],
 )
 def test_faults_are_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         open_sts(write(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
 def test_other_encodings_and_empty_sentences(tmp_path: Path) -> None:
     (tmp_path / "latin.tsv").write_bytes(TSV.encode() + "B é\t1\tA\n".encode("latin-1"))
-    with pytest.raises(UsageError, match="not UTF-8"):
+    with pytest.raises(UserError, match="not UTF-8"):
         open_sts(tmp_path / "latin.tsv")
     assert open_sts(write(tmp_path, TSV + "\t1\tA five.\n")).notes == [
         f"1 empty sentence in {tmp_path / 'pairs.tsv'}, scored like all others"

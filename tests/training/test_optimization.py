@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.config.clip import TrainSettings
-from mmclip.errors import UsageError
+from mmclip.config.clip import TrainConfig
+from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.models.factory import build_model
 from mmclip.training.optimizer import build_optimizer, learning_rate_factor, set_learning_rate, warmup_steps
@@ -21,7 +21,7 @@ def groups(tmp_path: Path, norm: str, **settings: object) -> dict[str, dict[str,
     path.write_text(json.dumps(NATIVE), encoding="utf-8")
     towers = build_model(str(path)).towers
     loss = clip_loss("sym", norm)
-    optimizer = build_optimizer(towers, loss, TrainSettings(lr=1e-3, gamma_lr=0.05, wd=0.2, **settings))  # type: ignore[arg-type]
+    optimizer = build_optimizer(towers, loss, TrainConfig(lr=1e-3, gamma_lr=0.05, wd=0.2, **settings))  # type: ignore[arg-type]
     names = {id(p): n for n, p in [*towers.named_parameters(), *loss.named_parameters()]}
     trained = {id(p) for p in [*towers.parameters(), *loss.parameters()] if p.requires_grad}
     grouped = [id(p) for g in optimizer.param_groups for p in g["params"]]
@@ -61,5 +61,5 @@ def test_schedule_rises_then_falls_and_scales_every_group() -> None:
 
 @pytest.mark.parametrize("warmup", [100.0, 5000.0])
 def test_warmup_that_fills_the_run_is_refused(warmup: float) -> None:
-    with pytest.raises(UsageError, match="never reach its peak"):
+    with pytest.raises(UserError, match="never reach its peak"):
         warmup_steps(warmup, 100)

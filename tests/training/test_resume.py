@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmclip.config.clip import CHANGEABLE, TrainSettings
-from mmclip.errors import UsageError
+from mmclip.config.clip import CHANGEABLE, TrainConfig
+from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.models.factory import build_model
 from mmclip.training import resume
@@ -30,7 +30,7 @@ def parts(tiny_model: Path) -> Parts:
     towers.lock("image")
     loss = clip_loss("sym", "learned")
     loss({s: torch.randn(4, 16) for s in ("image", "text")})  # the first batch sets alpha and the running lengths
-    optimizer = build_optimizer(towers, loss, TrainSettings())
+    optimizer = build_optimizer(towers, loss, TrainConfig())
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -44,7 +44,7 @@ def state(parts: Parts) -> dict[str, Any]:
     return copy.deepcopy({
         "format": resume.FORMAT, "step": 3, "taken": 3, "ranks": 1, "skipped": {}, "alarms": {}, "pending": {},
         "towers": {k: v for k, v in towers.state_dict().items() if k not in locked}, "loss": loss.state_dict(),
-        "optimizer": optimizer.state_dict(), "settings": TrainSettings().to_dict(), "fingerprints": FINGERPRINTS,
+        "optimizer": optimizer.state_dict(), "settings": TrainConfig().to_dict(), "fingerprints": FINGERPRINTS,
     })  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def test_a_good_checkpoint_restores_every_trained_tensor(parts: Parts, state: di
     towers = build_model(str(tiny_model)).towers
     towers.lock("image")
     loss = clip_loss("sym", "learned")
-    optimizer = build_optimizer(towers, loss, TrainSettings())
-    resume.check(state, PATH, TrainSettings(workers=7, strict=True, val_steps=9).to_dict(), 1)
+    optimizer = build_optimizer(towers, loss, TrainConfig())
+    resume.check(state, PATH, TrainConfig(workers=7, strict=True, val_steps=9).to_dict(), 1)
     resume.check_run(state, PATH, FINGERPRINTS, 10)
     resume.load(state, PATH, towers, loss, optimizer)
     locked = towers.locked_names()
@@ -66,57 +66,57 @@ def test_a_good_checkpoint_restores_every_trained_tensor(parts: Parts, state: di
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainSettings)])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainConfig)])
 def test_every_setting_is_either_free_to_change_or_named_when_it_has(name: str, state: dict[str, Any]) -> None:
-    now = TrainSettings().to_dict()
+    now = TrainConfig().to_dict()
     now[name] = ["lr"] if name == "may_change" else "another"
     if name in resume.FREE_TO_CHANGE:
         resume.check(state, PATH, now, 1)
     else:
-        with pytest.raises(UsageError, match=f"other settings than the run's: {name} was .*, is another"):
+        with pytest.raises(UserError, match=f"other settings than the run's: {name} was .*, is another"):
             resume.check(state, PATH, now, 1)
 
 
 def test_what_may_change_on_purpose_is_asked_for_by_name(state: dict[str, Any]) -> None:
-    now = TrainSettings(lr=1e-6, epochs=99).to_dict()
-    with pytest.raises(UsageError, match=r"lr was 0.0005, is 1e-06 \(meant\? --may-change epochs lr\)"):
+    now = TrainConfig(lr=1e-6, epochs=99).to_dict()
+    with pytest.raises(UserError, match=r"lr was 0.0005, is 1e-06 \(meant\? --may-change epochs lr\)"):
         resume.check(state, PATH, now, 1)
-    with pytest.raises(UsageError, match="epochs was 32, is 99"):
+    with pytest.raises(UserError, match="epochs was 32, is 99"):
         resume.check(state, PATH, now | {"may_change": ["lr"]}, 1)
     resume.check(state, PATH, now | {"may_change": ["lr", "epochs"]}, 1)
-    with pytest.raises(UsageError, match=r"norm was cosine, is dot$"):
-        resume.check(state, PATH, TrainSettings(norm="dot").to_dict(), 1)
-    assert {f.name for f in dataclasses.fields(TrainSettings)} >= set(CHANGEABLE)
+    with pytest.raises(UserError, match=r"norm was cosine, is dot$"):
+        resume.check(state, PATH, TrainConfig(norm="dot").to_dict(), 1)
+    assert {f.name for f in dataclasses.fields(TrainConfig)} >= set(CHANGEABLE)
 
 
 def test_a_flag_newer_than_the_checkpoint_is_at_its_default_or_told(state: dict[str, Any]) -> None:
     older = {k: v for k, v in state["settings"].items() if k != "fast_decode"}
-    resume.check(state | {"settings": older}, PATH, TrainSettings().to_dict(), 1)
-    with pytest.raises(UsageError, match="fast_decode was not there, is True"):
-        resume.check(state | {"settings": older}, PATH, TrainSettings(fast_decode=True).to_dict(), 1)
+    resume.check(state | {"settings": older}, PATH, TrainConfig().to_dict(), 1)
+    with pytest.raises(UserError, match="fast_decode was not there, is True"):
+        resume.check(state | {"settings": older}, PATH, TrainConfig(fast_decode=True).to_dict(), 1)
 
 
 def test_names_of_settings_that_are_free_to_change_exist() -> None:
-    assert {f.name for f in dataclasses.fields(TrainSettings)} >= resume.FREE_TO_CHANGE
+    assert {f.name for f in dataclasses.fields(TrainConfig)} >= resume.FREE_TO_CHANGE
 
 
 @pytest.mark.parametrize("key", list(resume.CONTENT))
 def test_missing_and_odd_content_is_named(key: str, state: dict[str, Any]) -> None:
     for broken in ({k: v for k, v in state.items() if k != key}, state | {key: "odd"}):
-        with pytest.raises(UsageError, match=f"a damaged checkpoint: {key} missing or of another kind"):
-            resume.check(broken, PATH, TrainSettings().to_dict(), 1)
+        with pytest.raises(UserError, match=f"a damaged checkpoint: {key} missing or of another kind"):
+            resume.check(broken, PATH, TrainConfig().to_dict(), 1)
 
 
 def test_other_processes_data_trunks_and_steps_are_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="the run had 1 processes, now there are 2"):
-        resume.check(state, PATH, TrainSettings().to_dict(), 2)
+    with pytest.raises(UserError, match="the run had 1 processes, now there are 2"):
+        resume.check(state, PATH, TrainConfig().to_dict(), 2)
     for fingerprints, total, told in (
         (FINGERPRINTS | {"data": "x"}, 10, "training data are not the run's"),
         (FINGERPRINTS | {"image trunk": "x"}, 10, "weights of the locked image trunk are not"),
         (FINGERPRINTS | {"text trunk": "x"}, 10, "weights of the locked text trunk are not"),
         (FINGERPRINTS, 2, "step 3 of a run of 2"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UserError, match=told):
             resume.check_run(state, PATH, fingerprints, total)
 
 
@@ -159,7 +159,7 @@ def test_tensors_that_are_not_this_runs_are_refused_and_nothing_is_loaded(
     before = {k: v.clone() for k, v in towers.state_dict().items()}
     state["towers"]["clip.token_embedding.weight"].zero_()
     change(state)
-    with pytest.raises(UsageError, match=r"--resume step_00000003.pt: (not a checkpoint of this model|a damaged)"):
+    with pytest.raises(UserError, match=r"--resume step_00000003.pt: (not a checkpoint of this model|a damaged)"):
         resume.load(state, PATH, towers, loss, optimizer)
     assert all(torch.equal(v, before[k]) for k, v in towers.state_dict().items())
 

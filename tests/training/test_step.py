@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmclip.config.clip import TrainSettings
+from mmclip.config.clip import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.embeddings.encode import Runner
 from mmclip.losses.contrastive import LOSS_WEIGHTS, ContrastiveLoss, clip_loss
@@ -56,7 +56,7 @@ def stepper(path: Path, dtype: torch.dtype, loss: ContrastiveLoss, dropout: floa
             block.ln_2 = nn.Sequential(block.ln_2, nn.Dropout(dropout))
     model.towers.to(dtype).train()
     runner = Runner(torch.device("cpu"), progress=False)
-    return Stepper(TrainSettings(**settings), model, loss.to(dtype), Live(), runner)  # type: ignore[arg-type]
+    return Stepper(TrainConfig(**settings), model, loss.to(dtype), Live(), runner)  # type: ignore[arg-type]
 
 
 def gradients(stepper: Stepper) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def test_a_switch_in_a_step_that_is_not_finite_is_taken_back(tiny_model: Path) -
 
 def test_learned_gammas_begin_where_the_run_before_left_them(tiny_model: Path) -> None:
     model = dataclasses.replace(_built(tiny_model), facts={"norm": "learned", "gamma_q": 0.25, "gamma_d": 1.0})
-    settings = TrainSettings(norm="learned", gamma_init=0.4)
+    settings = TrainConfig(norm="learned", gamma_init=0.4)
     assert initial_gammas(settings, model) == 0.4, "a model that --model names is not a run that goes on"
     model.initial = {"norm": "learned"}
     assert initial_gammas(settings, model) == (0.25, 0.999), "a gamma at its end would have no gradient"

@@ -17,11 +17,11 @@ from PIL import Image
 from torch import nn
 
 from mmclip.commands import train as run
-from mmclip.config.clip import TrainSettings, parse_train
+from mmclip.config.clip import TrainConfig, parse_train
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.models.factory import build_model
 from mmclip.training import profiler as step_timing
 from mmclip.training.profiler import PARTS, WARMUP, Clock, Measured
@@ -30,13 +30,13 @@ from mmclip.training.trainer import Trainer
 from tests.helpers.tiny import ROOT
 
 
-def settings(data: Path, model: Path, logs: Path, **more: Any) -> TrainSettings:
+def settings(data: Path, model: Path, logs: Path, **more: Any) -> TrainConfig:
     defaults = {"model": str(model), "train_data": str(data), "logs": str(logs), "batch_size": 16, "workers": 0,
                 "device": "cpu", "name": "b", "warmup": 0, "aug_cfg": ["none=1"], "lr": 1e-3}  # fmt: skip
-    return TrainSettings(**(defaults | more))
+    return TrainConfig(**(defaults | more))
 
 
-def trainer(of: TrainSettings, folder: Path) -> Trainer:
+def trainer(of: TrainConfig, folder: Path) -> Trainer:
     torch.manual_seed(0)
     model = build_model(of.model)
     runner = Runner(torch.device("cpu"), batch_size=of.batch_size, progress=False)
@@ -178,12 +178,12 @@ def test_a_loss_that_is_not_finite_is_one_line(tiny_data: Path, tiny_model: Path
     t = trainer(settings(tiny_data, tiny_model, tmp_path), tmp_path)
     with torch.no_grad():
         t.towers.clip.text_projection.fill_(torch.nan)
-    with pytest.raises(UsageError, match="--benchmark: step 1: the loss is nan"):
+    with pytest.raises(UserError, match="--benchmark: step 1: the loss is nan"):
         step_timing.measure(t, 1)
 
 
 def test_flags(tiny_model: Path) -> None:
-    with pytest.raises(UsageError, match="--benchmark 0: expected a whole number of at least 1"):
+    with pytest.raises(UserError, match="--benchmark 0: expected a whole number of at least 1"):
         parse_train(["--benchmark", "0"])
-    with pytest.raises(UsageError, match="--benchmark 3 beside --resume"):
+    with pytest.raises(UserError, match="--benchmark 3 beside --resume"):
         parse_train(["--benchmark", "3", "--resume", "latest", "--name", "x"])

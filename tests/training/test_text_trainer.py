@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmclip.commands.train_text import build_loss
-from mmclip.config.text import TextTrainSettings
+from mmclip.config.text import TextTrainConfig
 from mmclip.data.text_pairs import open_pairs
 from mmclip.models.text_encoder import TextModel, load_text_model
 from mmclip.similarity import Direction
@@ -64,7 +64,7 @@ def test_two_ranks_batches_side_by_side_are_one_process_batch() -> None:
 
 def test_gamma_and_alpha_have_no_weight_decay_and_gamma_a_rate_of_its_own(tmp_path: Path) -> None:
     data = make_beir(tmp_path / "data")
-    settings = TextTrainSettings(
+    settings = TextTrainConfig(
         model=str(make_bert(tmp_path / "bert")), train_data=str(data), norm="learned", learn_scale=True,
         wd=0.3, lr=1e-4, gamma_lr=0.05,
     )  # fmt: skip

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from mmclip.commands.train_text import train_text
-from mmclip.config.text import TextTrainSettings
-from mmclip.errors import UsageError
+from mmclip.config.text import TextTrainConfig
+from mmclip.errors import UserError
 from mmclip.training import text_training
 from mmclip.training.text_training import Run
 from tests.helpers.texts import make_beir, make_bert
 
 COLLAPSED = {"val_q2d_ndcg@10_native": 0.94, "val_q2d_ndcg@10_cosine": 0.0}
 HEALTHY = {"val_q2d_ndcg@10_native": 0.94, "val_q2d_ndcg@10_cosine": 0.93}
-Make = Callable[..., TextTrainSettings]
+Make = Callable[..., TextTrainConfig]
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("all")
     beir, bert = make_beir(folder / "beir", queries=40, documents=40), make_bert(folder / "bert")
 
-    def settings(logs: Path, **changed: Any) -> TextTrainSettings:
+    def settings(logs: Path, **changed: Any) -> TextTrainConfig:
         known: dict[str, Any] = {
             "model": str(bert), "train_data": str(beir), "logs": str(logs), "name": "x", "batch_size": 4, "lr": 1e-4,
             "watch_queries": 8, "watch_steps": 2, "save_steps": 2, "max_steps": 6, "device": "cpu",
             "measure_start": False,
         }  # fmt: skip
-        return TextTrainSettings(**known | changed)
+        return TextTrainConfig(**known | changed)
 
     return settings
 
@@ -53,7 +53,7 @@ def test_an_alarm_ends_a_strict_run_again_and_is_not_told_again_without(
 
     monkeypatch.setattr(text_training, "quick_numbers", numbers)
     for resume in (None, "latest"):
-        with pytest.raises(UsageError, match=r"step 4: alarm \(--strict\): q2d finds 94\.0% natively and 0\.0% by"):
+        with pytest.raises(UserError, match=r"step 4: alarm \(--strict\): q2d finds 94\.0% natively and 0\.0% by"):
             train_text(make(tmp_path, strict=True, resume=resume))
     assert len(seen) == 2, "the continuation knows it from the lines"
     assert capsys.readouterr().err.count("alarm, step 4") == 1

@@ -41,7 +41,7 @@ import numpy as np
 from mmclip.data.scenes.drawing import draw_nothing, draw_picture, png_bytes
 from mmclip.data.scenes.plan import Sample, plan_informative, plan_uninformative
 from mmclip.data.scenes.world import SceneTable
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 from mmclip.training.log import progress_bar
 
 VARIANTS = ("scenes", "scenes-uninformative")
@@ -56,7 +56,7 @@ _STALE_SECONDS = 3600.0  # a partial folder this old belongs to a build that die
 class SceneSizes:
     """Images a split.
 
-    Errors: UsageError for a split without images, or more than there are different scenes and near misses for.
+    Errors: UserError for a split without images, or more than there are different scenes and near misses for.
     """
 
     train: int = 7000
@@ -66,9 +66,9 @@ class SceneSizes:
     def __post_init__(self) -> None:
         for split in SPLITS:
             if not 1 <= getattr(self, split) <= 100_000:
-                raise UsageError(f"{getattr(self, split)} images for {split}; valid: 1 to 100000")
+                raise UserError(f"{getattr(self, split)} images for {split}; valid: 1 to 100000")
         if self.test < 20 or self.distractors > 5 * self.test or self.test + self.distractors > 5000:
-            raise UsageError(
+            raise UserError(
                 f"{self.test} test images and {self.distractors} distractors; "
                 "valid: 20 or more, at most 5 times as many distractors, 5000 together"
             )
@@ -81,18 +81,18 @@ def build_scenes(root: Path, variant: str = "scenes", seed: int = 0, sizes: Scen
     and two builds at once end in one whole folder. A complete build of the same version, seed and sizes is kept; any
     other build is replaced. The same arguments give the same bytes.
 
-    Errors: UsageError for an unknown variant, a negative seed, or a folder there that is no build of scenes.
+    Errors: UserError for an unknown variant, a negative seed, or a folder there that is no build of scenes.
     """
     if variant not in VARIANTS:
-        raise UsageError(f"scene variant {variant!r}; valid: {', '.join(VARIANTS)}")
+        raise UserError(f"scene variant {variant!r}; valid: {', '.join(VARIANTS)}")
     if seed < 0:
-        raise UsageError(f"scene seed {seed}; valid: 0 or more")
+        raise UserError(f"scene seed {seed}; valid: 0 or more")
     marker = {"generator": GENERATOR_VERSION, "variant": variant, "seed": seed, "sizes": asdict(sizes)}
     return build_folder(Path(root) / variant, marker, lambda folder: _write_all(folder, variant, seed, sizes))
 
 
 def build_folder(target: Path, marker: object, write: Callable[[Path], None]) -> Path:
-    """``target``, made by ``write`` unless a build with this marker is there already. Errors: UsageError for a folder
+    """``target``, made by ``write`` unless a build with this marker is there already. Errors: UserError for a folder
     there that is no build of scenes."""
     if _read_marker(target) == marker:
         return target
@@ -110,7 +110,7 @@ def build_folder(target: Path, marker: object, write: Callable[[Path], None]) ->
 
 
 def _read_marker(target: Path) -> object:
-    """The marker's content; None where nothing (or an empty folder) is. Errors: UsageError for a foreign folder."""
+    """The marker's content; None where nothing (or an empty folder) is. Errors: UserError for a foreign folder."""
     try:
         return json.loads((target / _MARKER).read_text(encoding="utf-8"))
     except json.JSONDecodeError:
@@ -119,7 +119,7 @@ def _read_marker(target: Path) -> object:
         if target.is_dir() and not any(target.iterdir()):
             return None
         if target.exists():
-            raise UsageError(f"{target} exists and is no build of the scenes ({_MARKER} is missing); move it") from None
+            raise UserError(f"{target} exists and is no build of the scenes ({_MARKER} is missing); move it") from None
         return None
 
 
@@ -139,7 +139,7 @@ def _put_in_place(partial: Path, target: Path, marker: object) -> None:
             pass  # another process moved it first
         finally:
             shutil.rmtree(old, ignore_errors=True)
-    raise UsageError(f"{target} keeps changing while the scenes are built; stop the other builds")
+    raise UserError(f"{target} keeps changing while the scenes are built; stop the other builds")
 
 
 def _remove_stale(target: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from mmclip.data.scenes.build import GENERATOR_VERSION, VARIANTS, add_file, build_folder, drawing
 from mmclip.data.scenes.drawing import draw_picture, png_bytes
 from mmclip.data.scenes.world import COLOURS, PLACES, SHAPES, SIZES, Scene, Thing
-from mmclip.errors import UsageError
+from mmclip.errors import UserError
 
 CLASSES = "scenes-classes"
 CLASSES_VERSION = 1  # raised whenever the same seed would give other bytes
@@ -41,10 +41,10 @@ def class_names() -> list[str]:
 def build_scene_classes(root: Path, seed: int = 0, pictures: int = PICTURES) -> Path:
     """Makes sure that the classes are on disk and returns their folder; built, kept and replaced as the scenes are.
 
-    pictures: of a class, size and place, ten times as many of a class. Errors: UsageError, as of ``build_scenes``.
+    pictures: of a class, size and place, ten times as many of a class. Errors: UserError, as of ``build_scenes``.
     """
     if seed < 0 or not 1 <= pictures <= 1000:
-        raise UsageError(f"seed {seed}, {pictures} pictures; valid: 0 or more, and 1 to 1000")
+        raise UserError(f"seed {seed}, {pictures} pictures; valid: 0 or more, and 1 to 1000")
     marker = {"generator": GENERATOR_VERSION, "classes": CLASSES_VERSION, "seed": seed, "pictures": pictures}
     return build_folder(Path(root) / CLASSES, marker, lambda folder: _write(folder, seed, pictures))
 
