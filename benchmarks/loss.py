@@ -50,8 +50,9 @@ from harness import (
 )
 from loss_step import THEIRS
 
-NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
-LOSSES = ("sym", "asym-i2t", "asym-t2i")
+from mmclip.roles import LOSS_WEIGHTS, NORMS
+
+LOSSES = tuple(LOSS_WEIGHTS)
 ONE_WAY = tuple(f"{loss} cosine" for loss in LOSSES[1:])
 OURS, IDS, AGAIN = "sym cosine", "sym cosine, ids", "sym cosine, again"
 AGREE = 1e-10  # with the plain form, in float64

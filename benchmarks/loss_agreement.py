@@ -8,7 +8,8 @@ import torch
 from harness import Json
 from loss_step import features
 
-from mmclip.losses.contrastive import Positives, clip_loss, contrastive_loss
+from mmclip.losses.contrastive import clip_loss, contrastive_loss
+from mmclip.roles import Positives
 from mmclip.similarity import RoleSimilarity
 
 

@@ -9,9 +9,9 @@ _HOME = {
     "ContrastiveLoss": "losses.contrastive",
     "clip_loss": "losses.contrastive",
     "load_model": "commands.evaluate",
-    "Direction": "similarity",
-    "Exponents": "similarity",
-    "Normalization": "similarity",
+    "Direction": "roles",
+    "Exponents": "roles",
+    "Normalization": "roles",
     "score": "similarity",
 }
 

@@ -1,102 +1,44 @@
-"""Roles, normalizations and the one similarity: everything else in mmclip is written in these terms.
-
-A **direction** says who asks. In ``i2t`` an image is the query and texts are the documents; in ``t2i`` a text is the
-query and images are the documents; text retrieval asks in ``q2d``, and may be trained in ``d2q``, too, where documents
-ask for their queries. A **normalization** acts on roles,
-never on modalities, by two exponents (Feng & Watanabe 2026, arXiv 2602.09229, eq. 3-7):
-
-    s(q, d) = alpha * (q . d) / (|q|**gamma_q * |d|**gamma_d)
-
-    name     gamma_q  gamma_d   a query ranks its documents by
-    cosine   1        1         cos
-    dot      0        0         |d| cos
-    qnorm    1        0         |d| cos
-    dnorm    0        1         cos
-    learned  trained  trained   |d|**(1 - gamma_d) cos
-
-For one query gamma_q only rescales all of its scores: cosine and dnorm rank alike, and so do dot and qnorm
-(Prop. 4.1). The two directions of one normalization are two different matrices: never transpose one to get the other.
-"""
+"""The one similarity of a query and a document, and its trained parts. Roles and normalizations: mmclip.roles."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
-from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-T = TypeVar("T")
+from mmclip.roles import (
+    CLIP_DIRECTIONS,
+    FIXED_NORMALIZATIONS,
+    SCALE_INIT,
+    SCALE_MAX,
+    TEXT_DIRECTIONS,
+    Direction,
+    Exponents,
+    Normalization,
+)
+
+__all__ = [
+    "CLIP_DIRECTIONS",
+    "FIXED_NORMALIZATIONS",
+    "SCALE_INIT",
+    "SCALE_MAX",
+    "TEXT_DIRECTIONS",
+    "TINY",
+    "Direction",
+    "Exponents",
+    "Normalization",
+    "RoleSimilarity",
+    "at_least_float32",
+    "divisor",
+    "magnitude",
+    "mean_length_factors",
+    "normalize",
+    "score",
+]
+
 TINY = 1e-12  # the smallest norm divided by; a zero vector scores 0 everywhere instead of NaN
-
-
-class Direction(StrEnum):
-    """Who asks: the side that holds the queries and the side that holds the documents."""
-
-    I2T = "i2t"
-    T2I = "t2i"
-    Q2D = "q2d"
-    D2Q = "d2q"
-
-    @property
-    def query_side(self) -> str:
-        return {"i2t": "image", "t2i": "text", "q2d": "query", "d2q": "document"}[self.value]
-
-    @property
-    def document_side(self) -> str:
-        return self.opposite.query_side
-
-    @property
-    def opposite(self) -> Direction:
-        """The direction with the roles exchanged.
-
-        >>> Direction.Q2D.opposite.value
-        'd2q'
-        """
-        first, second = CLIP_DIRECTIONS if self in CLIP_DIRECTIONS else TEXT_DIRECTIONS
-        return second if self is first else first
-
-    def roles(self, sides: Mapping[str, T]) -> tuple[T, T]:
-        """(query, document) out of what each side holds.
-
-        >>> Direction.T2I.roles({"image": "photos", "text": "captions"})
-        ('captions', 'photos')
-        """
-        return sides[self.query_side], sides[self.document_side]
-
-
-CLIP_DIRECTIONS = (Direction.I2T, Direction.T2I)
-TEXT_DIRECTIONS = (Direction.Q2D, Direction.D2Q)
-
-
-class Exponents(NamedTuple):
-    """How much of each role's length is divided out: 1 all of it, 0 none. Floats, or 0-d tensors while learned."""
-
-    gamma_q: float | Tensor
-    gamma_d: float | Tensor
-
-
-class Normalization(StrEnum):
-    """The five normalizations; ``exponents`` holds the fixed ones."""
-
-    COSINE = "cosine"
-    DOT = "dot"
-    QNORM = "qnorm"
-    DNORM = "dnorm"
-    LEARNED = "learned"
-
-    @property
-    def exponents(self) -> Exponents:
-        """The fixed exponents. Errors: ValueError for ``learned``, whose exponents belong to a trained model."""
-        fixed = {"cosine": (1.0, 1.0), "dot": (0.0, 0.0), "qnorm": (1.0, 0.0), "dnorm": (0.0, 1.0)}
-        if self.value not in fixed:
-            raise ValueError(f"normalization {self.value!r} has no fixed exponents; valid here: {', '.join(fixed)}")
-        return Exponents(*fixed[self.value])
-
-
-FIXED_NORMALIZATIONS = tuple(n for n in Normalization if n is not Normalization.LEARNED)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -154,8 +96,6 @@ def mean_length_factors(query: Tensor, document: Tensor, exponents: Exponents) -
     return torch.stack([magnitude(query).pow(1 - gamma_q).mean(), magnitude(document).pow(1 - gamma_d).mean()])
 
 
-SCALE_INIT = 1 / 0.07  # CLIP's initial temperature, as an effective scale
-SCALE_MAX = 100.0  # CLIP's clamp, as an effective scale
 MEMORY = 0.9  # share of the running length factors kept at each step
 
 

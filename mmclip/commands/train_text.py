@@ -21,9 +21,10 @@ from mmclip.data.text_places import evaluation_name, folder_and_split
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import lock_folder, remove_partials, require_run_folder, require_space, write_text_atomically
-from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss, text_weights
+from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.models.text_encoder import FACTS_FILE, TextModel
 from mmclip.models.text_open import open_text_model
+from mmclip.roles import direction_weights
 from mmclip.training.text_finish import MODEL_FOLDER, Evaluations, finish, measure_start
 from mmclip.training.text_trainer import KEPT, TextTrainer, checkpoints
 from mmclip.training.text_training import Run
@@ -160,7 +161,7 @@ def open_data(settings: TextTrainConfig, ranks: int) -> TextRunData:
 
 def build_loss(settings: TextTrainConfig, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
     how: dict[str, Any] = {
-        "weights": text_weights(settings.loss, settings.q2d_weight),
+        "weights": direction_weights(settings.loss, settings.q2d_weight, text=True),
         "norm": settings.norm,
         "positives": settings.positives,
         "scale_init": settings.logit_scale_init,

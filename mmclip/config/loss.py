@@ -9,10 +9,8 @@ import math
 
 from mmclip.config.flags import flag
 from mmclip.errors import UserError, require
+from mmclip.roles import FIXED_NORMS, LOSS_WEIGHTS, NORMS, POSITIVES, SCALE_MAX
 
-LOSSES = ("sym", "asym-i2t", "asym-t2i")
-NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
-POSITIVES = ("mask", "multi", "none")
 LOSS, CURRICULUM = "loss and normalization", "curriculum"
 SCHEDULES = ("none", "switch", "anneal")
 
@@ -33,7 +31,10 @@ class LossConfig:
     """Which directions train, whose length is divided out, and the curriculum."""
 
     loss: str = flag(
-        "sym", LOSS, "which directions train: both (sym), image-to-text or text-to-image only", choices=LOSSES
+        "sym",
+        LOSS,
+        "which directions train: both (sym), image-to-text or text-to-image only",
+        choices=tuple(LOSS_WEIGHTS),
     )
     i2t_weight: float | None = flag(None, LOSS, "weight of i2t in --loss sym [0.5]", type=float, metavar="W")
     norm: str = flag(
@@ -51,7 +52,7 @@ class LossConfig:
     logit_scale_init: float | None = flag(
         None, LOSS, "initial effective scale [14.29, or the checkpoint's]", type=float, metavar="S"
     )
-    logit_scale_max: float = flag(100.0, LOSS, "the effective scale is clamped here", metavar="S")
+    logit_scale_max: float = flag(SCALE_MAX, LOSS, "the effective scale is clamped here", metavar="S")
     gamma_init: float = flag(
         0.5, LOSS, "initial gamma of both roles with --norm learned (--init-from a learned run: its own)", metavar="G"
     )
@@ -63,7 +64,7 @@ class LossConfig:
         "--gamma-end; alpha keeps the effective scale",
         choices=SCHEDULES,
     )
-    gamma_from: str = flag("cosine", CURRICULUM, "normalization that a schedule starts with", choices=NORMS[:-1])
+    gamma_from: str = flag("cosine", CURRICULUM, "normalization that a schedule starts with", choices=FIXED_NORMS)
     gamma_start: float = flag(
         0.5, CURRICULUM, "where it leaves --gamma-from: a step, or a fraction of the run", type=steps_or_fraction
     )

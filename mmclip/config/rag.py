@@ -10,9 +10,10 @@ from mmclip.config.clip import RUN
 from mmclip.config.flags import flag, parse
 from mmclip.config.text_model import TEXT_DATA, TextModelConfig
 from mmclip.errors import UserError, printable, require
+from mmclip.roles import FIXED_NORMS
 
 READER = "reader"
-SCORINGS = ("cosine", "dot", "qnorm", "dnorm", "native")
+SCORINGS = (*FIXED_NORMS, "native")
 
 
 @dataclasses.dataclass

@@ -10,9 +10,10 @@ from typing import Any
 
 from mmclip.config.clip import MODEL, OPTIMIZATION, RUN
 from mmclip.config.flags import flag, parse
-from mmclip.config.loss import LOSS, NORMS, steps_or_fraction
+from mmclip.config.loss import LOSS, steps_or_fraction
 from mmclip.config.text_model import TEXT_DATA, TextModelConfig
 from mmclip.errors import UserError, printable, require
+from mmclip.roles import FIXED_NORMS, NORMS
 
 AUTO = "auto"
 PAPER_SCALE = 0.01
@@ -43,9 +44,7 @@ class StsConfig(TextModelConfig):
         type=float,
         metavar="F",
     )
-    norms: list[str] = flag(
-        ("cosine", "dot", "qnorm", "dnorm"), LOSS, "normalizations to train", type=str, nargs="+", metavar="NORM"
-    )
+    norms: list[str] = flag(FIXED_NORMS, LOSS, "normalizations to train", type=str, nargs="+", metavar="NORM")
     scale: float | str | None = flag(
         None,
         LOSS,

@@ -9,12 +9,11 @@ from typing import Any
 
 from mmclip.config.clip import MODEL, OPTIMIZATION, RUN
 from mmclip.config.flags import flag, parse
-from mmclip.config.loss import LOSS, NORMS, POSITIVES, steps_or_fraction
+from mmclip.config.loss import LOSS, steps_or_fraction
 from mmclip.config.text_model import TEXT_DATA, TextModelConfig
 from mmclip.errors import UserError, printable, require
 from mmclip.models.model_names import CONFIGS
-
-TEXT_LOSSES = ("q2d", "d2q", "both")
+from mmclip.roles import NORMS, POSITIVES, TEXT_LOSS_WEIGHTS
 
 
 @dataclasses.dataclass
@@ -52,7 +51,7 @@ class TextTrainConfig(TextModelConfig):
         "q2d",
         LOSS,
         "which directions train: queries find their documents (q2d), documents their queries (d2q), or both",
-        choices=TEXT_LOSSES,
+        choices=tuple(TEXT_LOSS_WEIGHTS),
     )
     q2d_weight: float | None = flag(None, LOSS, "weight of q2d in --loss both [0.5]", type=float, metavar="W")
     norm: str = flag(

@@ -20,22 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import distributed
-from mmclip.errors import UserError, printable
-from mmclip.losses.cross_entropy import Positives, contrastive_loss, focal_weights
+from mmclip.losses.cross_entropy import contrastive_loss, focal_weights
 from mmclip.losses.gram_way import Relation
 from mmclip.losses.tiled import Known, check_batch, relation_of, same_ids, tiled_losses
-from mmclip.similarity import (
-    SCALE_INIT,
-    SCALE_MAX,
-    TINY,
-    Direction,
-    Exponents,
-    Normalization,
-    RoleSimilarity,
-    magnitude,
-)
-
-LOSS_WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # name -> lambda, the weight of i2t
+from mmclip.roles import SCALE_INIT, SCALE_MAX, Direction, Exponents, Normalization, Positives, direction_weights
+from mmclip.similarity import TINY, RoleSimilarity, magnitude
 
 
 class LossOutput(NamedTuple):
@@ -47,40 +36,6 @@ class LossOutput(NamedTuple):
     by_direction: dict[Direction, Tensor]
     lengths: dict[str, Tensor]
     norm_drift: Tensor | None = None
-
-
-def direction_weights(loss: str, i2t_weight: float | None = None) -> dict[Direction, float]:
-    """Weights of the two CLIP directions for a loss name and, optionally, another lambda for ``sym``.
-
-    Errors: ValueError for an unknown name, a lambda outside 0 to 1, or a lambda beside a one-direction loss.
-
-    >>> {d.value: w for d, w in direction_weights("asym-t2i").items()}
-    {'i2t': 0.0, 't2i': 1.0}
-    """
-    return weights_by_name(LOSS_WEIGHTS, Direction.I2T, loss, i2t_weight)
-
-
-def weights_by_name(
-    names: Mapping[str, float], first: Direction, loss: str, weight: float | None = None
-) -> dict[Direction, float]:
-    """Weights of ``first`` and its opposite. names: ``first``'s by loss; the loss that trains both, at 1/2, takes
-    another ``weight``.
-
-    Errors: UserError (a ValueError) for an unknown loss, a weight outside 0 to 1, or one beside a one-direction loss.
-    """
-    if loss not in names:
-        raise UserError(f"unknown loss {printable(loss, 60)!r}; valid: {', '.join(names)}")
-    own = names[loss]
-    if weight is not None:
-        if not 0 <= weight <= 1:
-            raise UserError(f"{first.value} weight {weight} is outside 0 to 1")
-        if own != 0.5 and weight != own:
-            both = next(name for name, w in names.items() if w == 0.5)
-            raise UserError(
-                f"loss {loss!r} fixes the {first.value} weight at {own:g}; give {weight:g} with loss {both!r}"
-            )
-        own = weight
-    return {first: own, first.opposite: 1.0 - own}
 
 
 class ContrastiveLoss(nn.Module):

@@ -3,18 +3,10 @@ derivatives."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor, nn
 
-
-class Positives(StrEnum):
-    """What to do with known positives other than the pair itself: another caption of the image, an exact duplicate."""
-
-    MASK = "mask"  # leave them out of the denominator
-    MULTI = "multi"  # they are targets too, each with the same weight
-    NONE = "none"  # treat them as negatives, like open_clip's ClipLoss and MultipleNegativesRankingLoss
+from mmclip.roles import Positives
 
 
 def contrastive_loss(

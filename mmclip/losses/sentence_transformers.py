@@ -23,23 +23,11 @@ from mmclip import distributed
 from mmclip.array_files import read_arrays, write_arrays
 from mmclip.config.text import TextTrainConfig
 from mmclip.errors import UserError, printable
-from mmclip.losses.contrastive import ContrastiveLoss, Positives, weights_by_name
+from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.losses.positives import codes_of, known_by_id
-from mmclip.similarity import TEXT_DIRECTIONS, Direction, Normalization
+from mmclip.roles import TEXT_DIRECTIONS, Direction, Normalization, Positives, direction_weights
 
 LOSS_FILE = "mmclip_loss.safetensors"
-TEXT_LOSS_WEIGHTS = {"q2d": 1.0, "d2q": 0.0, "both": 0.5}  # name -> the weight of q2d
-
-
-def text_weights(loss: str, q2d_weight: float | None = None) -> dict[Direction, float]:
-    """Weights of the two text directions for a loss name and, optionally, another weight of q2d for ``both``.
-
-    Errors: UserError for an unknown name, a weight outside 0 to 1, or one beside a loss of one direction.
-
-    >>> {d.value: w for d, w in text_weights("both", 0.75).items()}
-    {'q2d': 0.75, 'd2q': 0.25}
-    """
-    return weights_by_name(TEXT_LOSS_WEIGHTS, Direction.Q2D, loss, q2d_weight)
 
 
 class RoleRankingLoss(nn.Module):
@@ -75,7 +63,7 @@ class RoleRankingLoss(nn.Module):
         """weights: by direction, q2d alone by default. relevant: int [M, 2], (query id, document id) of every known
         judgment. Errors: UserError for other directions, no weight above 0, or ids that are none."""
         super().__init__()
-        weights = text_weights("q2d") if weights is None else dict(weights)
+        weights = direction_weights("q2d", text=True) if weights is None else dict(weights)
         if not set(weights) <= set(TEXT_DIRECTIONS) or not any(w > 0 for w in weights.values()):
             raise UserError(f"weights {dict(weights)}: a weight above 0 of q2d, d2q or both is expected")
         self.model = model

@@ -11,9 +11,9 @@ import torch
 
 from mmclip import __version__
 from mmclip.config.loss import LossConfig
-from mmclip.losses.contrastive import ContrastiveLoss, direction_weights
+from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.models.model_names import WEIGHT_FILES, export_folder, read_facts
-from mmclip.similarity import Direction
+from mmclip.roles import Direction, direction_weights
 
 TEXT_PACKAGES = ("sentence-transformers", "accelerate", "ir_measures")  # named where they are installed
 

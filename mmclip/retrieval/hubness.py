@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from mmclip.errors import UserError, printable
-from mmclip.similarity import CLIP_DIRECTIONS, Direction, Exponents, Normalization, normalize
+from mmclip.roles import CLIP_DIRECTIONS, LOSS_WEIGHTS, Direction, Exponents, Normalization, direction_weights
+from mmclip.similarity import normalize
 
 TRANSDUCTIVE = "transductive"  # the name of the bank that is the evaluation's own items
 _BLOCK_BYTES = 64 * 2**20
-_TRAINED = {"sym": CLIP_DIRECTIONS, "asym-i2t": (Direction.I2T,), "asym-t2i": (Direction.T2I,)}
 
 
 @dataclass
@@ -77,12 +77,14 @@ def trained_directions(facts: Mapping[str, Any]) -> tuple[Direction, ...]:
     Errors: UserError where they name no known loss.
     """
     loss = facts.get("loss")
-    if loss not in _TRAINED:
-        raise UserError(f"the run names the loss {printable(loss)}; a direction needs one of: {', '.join(_TRAINED)}")
+    if loss not in LOSS_WEIGHTS:
+        raise UserError(
+            f"the run names the loss {printable(loss)}; a direction needs one of: {', '.join(LOSS_WEIGHTS)}"
+        )
     weight = facts.get("i2t_weight")
-    if loss == "sym" and weight in (0, 1) and facts.get("i2t_weight_end", weight) == weight:  # and it never moved
-        return (Direction.I2T,) if weight == 1 else (Direction.T2I,)
-    return _TRAINED[loss]
+    moved = facts.get("i2t_weight_end", weight) != weight
+    own = weight if loss == "sym" and weight in (0, 1) and not moved else None
+    return tuple(d for d, w in direction_weights(loss, own).items() if w > 0)
 
 
 def trained_scales(facts: Mapping[str, Any], loaded_scale: float | None = None) -> dict[Direction, float | None]:
@@ -92,7 +94,7 @@ def trained_scales(facts: Mapping[str, Any], loaded_scale: float | None = None) 
     """
     if not facts:
         return dict.fromkeys(CLIP_DIRECTIONS, loaded_scale)
-    if facts.get("loss") not in _TRAINED:
+    if facts.get("loss") not in LOSS_WEIGHTS:
         return {}
     return {d: facts.get(f"logit_scale_{d.value}") for d in trained_directions(facts)}
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from mmclip.config.clip import TrainConfig
 from mmclip.evaluation.results import Results
-from mmclip.similarity import Direction
+from mmclip.roles import LOSS_WEIGHTS, Direction
 
 Json = dict[str, Any]
-WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}  # losses.LOSS_WEIGHTS, without its torch
 # What changes neither a run's numbers nor what is measured of it
 COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
             "report", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
@@ -46,7 +45,7 @@ class Arm:
     def i2t_weight(self) -> float:
         """lambda, the weight of i2t in the loss."""
         asked = self.settings.i2t_weight
-        return WEIGHTS[self.settings.loss] if asked is None else asked
+        return LOSS_WEIGHTS[self.settings.loss] if asked is None else asked
 
     def trains(self, direction: str) -> bool:
         """Whether a direction has a weight above 0 at any time."""

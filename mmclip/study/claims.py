@@ -10,7 +10,8 @@ from typing import Any
 
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
 from mmclip.reporting.source import is_number
-from mmclip.study.arms import WEIGHTS, Arm
+from mmclip.roles import LOSS_WEIGHTS
+from mmclip.study.arms import Arm
 from mmclip.study.judgements import fisher, kappa_verdicts, keeps_both, verdicts
 from mmclip.study.numbers import Estimate, Scored, Study, initial, permuted, trained
 from mmclip.study.sheets import Sheet, estimate_columns
@@ -52,7 +53,9 @@ def _row(claim: str, statement: str, direction: str, verdict: str, found: Estima
 
 def plain_arm(study: Study, loss: str, norm: str) -> Arm | None:
     """The arm of a loss (lambda of its name) and norm that is trained as the model begins, without more settings."""
-    found = [a for a in study.arms if study.is_plain(a) and a.settings.norm == norm and a.i2t_weight == WEIGHTS[loss]]
+    found = [
+        a for a in study.arms if study.is_plain(a) and a.settings.norm == norm and a.i2t_weight == LOSS_WEIGHTS[loss]
+    ]
     return found[0] if found else None
 
 

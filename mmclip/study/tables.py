@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.reporting.source import is_number
-from mmclip.similarity import CLIP_DIRECTIONS
-from mmclip.study.arms import COSMETIC, MEASURING, WEIGHTS, Arm
+from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMS, LOSS_WEIGHTS
+from mmclip.study.arms import COSMETIC, MEASURING, Arm
 from mmclip.study.numbers import (
     Scored,
     Spread,
@@ -25,7 +25,7 @@ from mmclip.study.sheets import Sheet, interval_columns, spread_columns
 Json = dict[str, Any]
 SIDES = ("image", "text")
 DIRECTIONS = [d.value for d in CLIP_DIRECTIONS]
-SCORINGS = ("cosine", "dot", "qnorm", "dnorm", NATIVE, REVERSED, CORRECTED)
+SCORINGS = (*FIXED_NORMS, NATIVE, REVERSED, CORRECTED)
 
 
 class PaperRow(NamedTuple):
@@ -135,7 +135,7 @@ def table6(study: Study) -> Sheet:
     fractions. d is that of the reference set topk."""
     rows, placed = [], set()
     for paper in PAPER_TABLE6:
-        weight = WEIGHTS[paper.loss]
+        weight = LOSS_WEIGHTS[paper.loss]
         found = [a for a in study.arms if study.is_plain(a) and (a.i2t_weight, a.settings.norm) == (weight, paper.norm)]
         placed |= {id(arm) for arm in found}
         rows += [_table6_row(study, arm, paper) for arm in found]

@@ -11,6 +11,7 @@ from typing import Any
 from mmclip.evaluation.results import NATIVE
 from mmclip.metrics.significance import DETECTABLE
 from mmclip.reporting.source import is_number
+from mmclip.roles import Normalization
 from mmclip.study.judgements import MATRICES
 from mmclip.study.numbers import Estimate
 from mmclip.study.sheets import Sheet, estimate_columns
@@ -24,7 +25,7 @@ YES, NO, OPEN, MISSING = "Yes", "No", "Open", "not asked"
 # nDCG@10 over cosine's, mean over BEIR, Contriever: Feng & Watanabe 2026, Table 1
 PAPER_GAINS = {"dot": 0.025, "qnorm": 0.030, "dnorm": 0.015, "learned": 0.026}
 CONTROLS = {"dot": "dnorm", "qnorm": "cosine"}  # the same loss, the documents' length divided out
-KEEP_LENGTH = ("dot", "qnorm", "learned")  # of documents
+KEEP_LENGTH = [n.value for n in Normalization if n.control]  # of documents
 SMALL_D = 0.2  # Cohen's "small"
 MOVED = 0.05  # of γ
 KEPT = 0.9  # share of native that the angles alone must keep

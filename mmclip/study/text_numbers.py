@@ -24,7 +24,7 @@ from mmclip.metrics.bootstrap import mean_samples, over_seeds
 from mmclip.metrics.magnitude import MIN_DEFINED
 from mmclip.metrics.significance import DETECTABLE
 from mmclip.reporting.source import is_number
-from mmclip.similarity import Direction
+from mmclip.roles import NORMS, Direction
 from mmclip.study.kinds import TEXT
 from mmclip.study.numbers import Estimate
 from mmclip.study.text_study import METRIC, Q2D, SHOWN, TextArm
@@ -34,7 +34,6 @@ Json = dict[str, Any]
 NORMAL_95 = 1.959964
 # What the arms of a family may differ in: the norm, and what only some norms have
 OF_A_NORM = ("norm", "gamma_init", "gamma_lr", "seed", *TEXT.cosmetic, *TEXT.measuring)
-NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
 
 
 class Scored(NamedTuple):

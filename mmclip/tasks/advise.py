@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 from mmclip.metrics import rank as metrics
 from mmclip.metrics.bootstrap import mean_samples, over_seeds
 from mmclip.metrics.significance import DETECTABLE
+from mmclip.roles import NORMS, Normalization
 
-NORMS = ("cosine", "dot", "qnorm", "dnorm", "learned")
 OTHERS = NORMS[1:]
-CONTROLS = {"dot": "dnorm", "qnorm": "cosine", "learned": "cosine"}  # of the norms that keep documents' length
+CONTROLS = {n.value: n.control.value for n in Normalization if n.control}
 MIN_QUERIES = 30
 CANNOT_TELL = "can't tell"
 

@@ -26,10 +26,11 @@ from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.losses import schedule as curriculum
-from mmclip.losses.contrastive import ContrastiveLoss, LossOutput, clip_loss, direction_weights
+from mmclip.losses.contrastive import ContrastiveLoss, LossOutput, clip_loss
 from mmclip.models.factory import Model
 from mmclip.models.metadata import main_direction
 from mmclip.retrieval.hubness import native_exponents
+from mmclip.roles import direction_weights
 from mmclip.similarity import SCALE_INIT, Direction, Exponents, magnitude
 from mmclip.training.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
 

@@ -11,10 +11,7 @@ import yaml
 
 from mmclip.config.clip import CONFIGS, TrainConfig, parse_train
 from mmclip.config.files import read_config
-from mmclip.config.loss import LOSSES, NORMS, POSITIVES
 from mmclip.errors import UserError, printable
-from mmclip.losses.contrastive import LOSS_WEIGHTS, Positives
-from mmclip.similarity import Normalization
 
 
 def config(tmp_path: Path, text: str) -> str:
@@ -36,13 +33,6 @@ def test_scenes_config_is_the_default_without_data_flags() -> None:
     assert settings.model == scenes["model"]
     assert (settings.loss, settings.norm) == ("asym-i2t", "qnorm")
     assert parse_train(["--train-data", "elsewhere"]).model == "ViT-B-32"
-
-
-def test_names_are_those_of_the_definitions() -> None:
-    """config.py repeats the names so that --help need not wait for torch; they must stay the same."""
-    assert set(LOSSES) == set(LOSS_WEIGHTS)
-    assert list(NORMS) == [n.value for n in Normalization]
-    assert list(POSITIVES) == [p.value for p in Positives]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch import Tensor
 from mmclip.distributed.collectives import average_, world
 from mmclip.distributed.columns import Columns
 from mmclip.losses import gram
-from mmclip.losses.contrastive import Positives, clip_loss
+from mmclip.losses.contrastive import clip_loss
+from mmclip.roles import Positives
 from mmclip.similarity import Normalization
 
 B, D = 11, 4

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mmclip.distributed.collectives import gather_ids, gather_rows
-from mmclip.losses.contrastive import Positives
+from mmclip.roles import Positives
 from mmclip.similarity import Normalization
 from tests.helpers.naive import known_positives
 from tests.helpers.ranks import (

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mmclip.config.loss import LossConfig
 from mmclip.distributed.collectives import average_, gather_ids, gather_rows, world
-from mmclip.losses.contrastive import ContrastiveLoss, Positives, clip_loss, contrastive_loss, direction_weights
+from mmclip.losses.contrastive import ContrastiveLoss, clip_loss, contrastive_loss
 from mmclip.losses.schedule import exponents_at, i2t_weight_at, start_exponents
-from mmclip.similarity import SCALE_INIT, Direction, Exponents, Normalization
+from mmclip.roles import SCALE_INIT, Direction, Exponents, Normalization, Positives, direction_weights
 
 SPLITS = {2: (5, 3), 3: (4, 1, 3)}  # rows of each rank, by the number of ranks: 8 in all, shared out unevenly
 IMAGE_ID = torch.tensor([0, 1, 2, 3, 1, 0, 5, 2])  # three images have two captions in the batch

@@ -18,8 +18,8 @@ from mmclip.config.files import read_config
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.losses.contrastive import LOSS_WEIGHTS
 from mmclip.models.factory import build_model
+from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
 from mmclip.training.step import seed_of
 from mmclip.training.trainer import Trainer

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmclip.losses import gram
-from mmclip.losses.contrastive import ContrastiveLoss, Positives, clip_loss
+from mmclip.losses.contrastive import ContrastiveLoss, clip_loss
 from mmclip.losses.gram_way import Room, Running
+from mmclip.roles import Positives
 from mmclip.similarity import Direction, Normalization
 
 LOSSES = {"sym": ("sym", None), "sym 0.3": ("sym", 0.3), "asym-i2t": ("asym-i2t", None), "asym-t2i": ("asym-t2i", None)}

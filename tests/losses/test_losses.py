@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from open_clip.loss import ClipLoss
 from torch import nn
 
-from mmclip.losses.contrastive import (
-    ContrastiveLoss,
-    Positives,
-    clip_loss,
-    contrastive_loss,
-    direction_weights,
-)
+from mmclip.losses.contrastive import ContrastiveLoss, clip_loss, contrastive_loss
+from mmclip.roles import Positives, direction_weights
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from tests.helpers.naive import known_positives, naive_focal, naive_loss
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mmclip.losses.contrastive import LOSS_WEIGHTS, clip_loss
+from mmclip.losses.contrastive import clip_loss
+from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Direction, Normalization
 
 

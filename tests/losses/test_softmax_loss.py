@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.losses.cross_entropy import Positives, contrastive_loss
+from mmclip.losses.cross_entropy import contrastive_loss
+from mmclip.roles import Positives
 from tests.helpers.naive import known_positives, naive_focal, naive_loss
 
 

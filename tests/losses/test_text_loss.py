@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 from mmclip.data.beir import open_beir
 from mmclip.errors import UserError
-from mmclip.losses.contrastive import Positives
 from mmclip.losses.positives import known_by_id
-from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss, text_weights
+from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.models.text_encoder import load_text_model
-from mmclip.similarity import Direction, Normalization
+from mmclip.roles import Direction, Normalization, Positives, direction_weights
 from tests.helpers.tiny_encoder import sentences, tiny_encoder
 
-WEIGHTS = {"q2d": text_weights("q2d"), "d2q": text_weights("d2q"), "both": text_weights("both", 0.3)}
+WEIGHTS = {
+    "q2d": direction_weights("q2d", text=True),
+    "d2q": direction_weights("d2q", text=True),
+    "both": direction_weights("both", 0.3, text=True),
+}
 NAMES = ("q2d", "d2q", "both")
 Features = list[dict[str, Tensor]]
 
@@ -220,7 +223,7 @@ PLAIN: dict[str, Any] = {"norm": "cosine", "positives": "none", "scale_init": 20
 
 def compare(model: nn.Module, columns: list[list[str]]) -> None:
     """The four of ours against the four of theirs."""
-    both = {"weights": text_weights("both"), **PLAIN}
+    both = {"weights": direction_weights("both", text=True), **PLAIN}
     small = {"mini_batch_size": 3}
     is_equal(RoleRankingLoss(model, **PLAIN), theirs.MultipleNegativesRankingLoss(model), columns)
     is_equal(RoleRankingLoss(model, **both), theirs.MultipleNegativesRankingLoss(model, **SYMMETRIC), columns)
@@ -242,7 +245,7 @@ def test_cosine_q2d_and_both_are_the_multiple_negatives_ranking_losses(tiny: Sen
     compare(tiny, batch)
     with pytest.deprecated_call():
         symmetric = theirs.MultipleNegativesSymmetricRankingLoss(tiny)
-    is_equal(RoleRankingLoss(tiny, text_weights("both"), **PLAIN), symmetric, batch)
+    is_equal(RoleRankingLoss(tiny, direction_weights("both", text=True), **PLAIN), symmetric, batch)
     with pytest.raises(AssertionError):  # another scale is another loss
         is_equal(
             RoleRankingLoss(tiny, **PLAIN | {"scale_init": 20.1}), theirs.MultipleNegativesRankingLoss(tiny), batch

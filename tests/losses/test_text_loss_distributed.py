@@ -17,8 +17,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mmclip.distributed.collectives import world
-from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss, text_weights
-from mmclip.similarity import Normalization
+from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
+from mmclip.roles import Normalization, direction_weights
 
 SIZES = (4, 3)  # rows of each rank
 IDS = torch.tensor([[0, 0, 6], [1, 1, 5], [2, 2, 4], [0, 3, 1], [3, 4, 0], [1, 5, 3], [4, 0, 2]])
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     def build(self, model: nn.Module, **settings: Any) -> RoleRankingLoss:
         settings |= {"learn_scale": True, "relevant": RELEVANT, "norm_drift": 0.1}
-        weights = text_weights(self.weights, 0.3 if self.weights == "both" else None)
+        weights = direction_weights(self.weights, 0.3 if self.weights == "both" else None, text=True)
         if self.cached:
             settings["mini_batch_size"] = 2
         kind = CachedRoleRankingLoss if self.cached else RoleRankingLoss

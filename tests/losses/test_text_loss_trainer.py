@@ -20,9 +20,8 @@ from mmclip.losses.sentence_transformers import (
     load_loss,
     save_loss,
     text_facts,
-    text_weights,
 )
-from mmclip.similarity import Direction
+from mmclip.roles import Direction, direction_weights
 from tests.helpers.tiny_encoder import sentences, tiny_encoder
 
 
@@ -82,7 +81,7 @@ JUDGED = torch.tensor([[i // 2, i] for i in range(24)])
 def test_it_trains_in_the_trainer_and_gamma_moves_at_its_own_rate(
     tiny: SentenceTransformer, tmp_path: Path, kind: type[RoleRankingLoss]
 ) -> None:
-    loss = kind(tiny, text_weights("both"), "learned", relevant=JUDGED)
+    loss = kind(tiny, direction_weights("both", text=True), "learned", relevant=JUDGED)
     before = {n: p.detach().clone() for n, p in tiny.named_parameters()}
     seen = train(loss, tmp_path / "run", weight_decay=0.0)
     assert len(seen) == 6
@@ -93,7 +92,7 @@ def test_it_trains_in_the_trainer_and_gamma_moves_at_its_own_rate(
     ids = torch.tensor([[i // 2, i, 23 - i] for i in range(24)])
     with torch.no_grad():
         trained = float(loss(batch, ids))
-        fresh = kind(tiny_encoder(tmp_path / "again"), text_weights("both"), "learned", relevant=JUDGED)
+        fresh = kind(tiny_encoder(tmp_path / "again"), direction_weights("both", text=True), "learned", relevant=JUDGED)
         assert trained < 0.8 * float(fresh(batch, ids))
 
 
@@ -141,7 +140,12 @@ def test_a_held_alpha_has_no_gradient_and_the_clamp_brings_it_back(tiny: Sentenc
 
 
 def test_the_state_is_saved_and_taken_back_to_the_bit(tiny: SentenceTransformer, tmp_path: Path) -> None:
-    settings = {"weights": text_weights("both"), "norm": "learned", "learn_scale": True, "norm_drift": 0.1}
+    settings = {
+        "weights": direction_weights("both", text=True),
+        "norm": "learned",
+        "learn_scale": True,
+        "norm_drift": 0.1,
+    }
     loss = RoleRankingLoss(tiny, **settings)
     train(loss, tmp_path / "run", 2)
     assert save_loss(loss, tmp_path) == tmp_path / LOSS_FILE
@@ -164,7 +168,9 @@ def test_the_state_is_saved_and_taken_back_to_the_bit(tiny: SentenceTransformer,
 @pytest.mark.parametrize("name", ["q2d", "d2q", "both"])
 def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path, name: str) -> None:
     given = TextTrainConfig(model="m", train_data=str(tmp_path), loss=name, norm="qnorm", positives="multi")
-    loss = RoleRankingLoss(tiny, text_weights(name), given.norm, given.positives, given.logit_scale_init)
+    loss = RoleRankingLoss(
+        tiny, direction_weights(name, text=True), given.norm, given.positives, given.logit_scale_init
+    )
     assert {v for k, v in text_facts(loss, given).items() if "scale" in k} == {None}, "no batch was seen"
     loss([tiny.preprocess(c) for c in sentences(5, 2)])
     facts = text_facts(loss, given)
@@ -191,7 +197,7 @@ def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path,
 )
 def test_bad_weights_are_refused(arguments: tuple[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        text_weights(*arguments)
+        direction_weights(*arguments, text=True)
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tiny: SentenceTransformer) -> None:

@@ -11,11 +11,10 @@ from mmclip.errors import UserError
 from mmclip.evaluation.comparison import pooled_verdict, verdict
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE
-from mmclip.losses.contrastive import LOSS_WEIGHTS
 from mmclip.metrics import rank as metrics
 from mmclip.metrics.bootstrap import seed_draws
 from mmclip.similarity import Direction
-from mmclip.study.arms import WEIGHTS, baseline_of, control_of
+from mmclip.study.arms import baseline_of, control_of
 from mmclip.study.numbers import Scored, Study, curriculum, served, trained
 from tests.helpers.studying import planted_arm
 
@@ -173,7 +172,3 @@ def test_a_control_never_saw_a_length_and_starts_where_the_arm_starts():
     dot, cosine = arm("from dot", "cosine", initial="raw"), arm("from cosine", "cosine", initial="clean")
     assert control_of(tuned, [clean, cosine]) is cosine
     assert control_of(arm("tuned dot", "qnorm", initial="raw"), [arm("raw", "dot"), dot]) is None
-
-
-def test_lambda_of_a_loss_is_the_losss_own():
-    assert WEIGHTS == LOSS_WEIGHTS

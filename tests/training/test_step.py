@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from mmclip.config.clip import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.embeddings.encode import Runner
-from mmclip.losses.contrastive import LOSS_WEIGHTS, ContrastiveLoss, clip_loss
+from mmclip.losses.contrastive import ContrastiveLoss, clip_loss
 from mmclip.models.factory import Model, build_model
+from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
 from mmclip.training.optimizer import learning_rate_factor
 from mmclip.training.step import NotFinite, Stepper, build_loss, initial_gammas, seed_of
