@@ -1,0 +1,311 @@
+"""One table for a terminal, a page and a file: cells with their intervals, and how numbers are written.
+
+Rates are fractions without the leading zero. Text from data is plain text everywhere: escaped in HTML, no markup in a
+terminal, on one line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, TypeGuard
+
+from markupsafe import Markup, escape
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from mmclip.errors import printable
+from mmclip.io import write_text_atomically
+
+Json = Mapping[str, Any]
+NO = "–"  # a number that does not exist
+MIN_WIDTH = 132  # characters: a narrower terminal folds lines, which is better than numbers that are cut
+MAX_HEAD = 36  # characters of a row's head in a terminal
+
+
+@dataclass
+class Cell:
+    """A value of a table.
+
+    Attributes:
+        text: the value as it is shown.
+        detail: beside it, smaller: its interval, its spread.
+        kind: "noise" (within noise), "up" or "down" (a difference beyond noise), "none" (no value).
+        bar: (low, value, high), each a fraction of the cell's width, drawn on a page only.
+        value: what a CSV file holds, in full precision; the text where it is None.
+    """
+
+    text: str
+    detail: str = ""
+    kind: Literal["", "noise", "up", "down", "none"] = ""
+    bar: tuple[float, float, float] | None = None
+    value: float | str | bool | None = None
+
+
+@dataclass
+class Table:
+    """Rows of cells under column heads.
+
+    Attributes:
+        title: what the table holds.
+        columns: heads of all columns, the first that of the rows' heads; "\\n" divides a head into two lines.
+        rows: (head, cells). A head's second line, after "\\n", explains it; a row without cells heads those below it.
+        notes: sentences under the table.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[str, list[Cell]]]
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_records(cls, title: str, records: Sequence[Json], first: Sequence[str] = ()) -> Table:
+        """Table of plain values, a row a record; ``first``: columns that stand first, whether a record has them or not.
+
+        >>> Table.of_records("t", [{"arm": "a", "x": 0.5}, {"arm": "b", "y": None}]).columns
+        ['arm', 'x', 'y']
+        """
+        names = list(dict.fromkeys([*first, *(name for record in records for name in record)]))
+        rows = [[text_cell(record.get(name), 200) for name in names] for record in records]
+        return cls(title, names, [("" if cells[0].kind == "none" else cells[0].text, cells[1:]) for cells in rows])
+
+    def to_rich(self) -> RichTable:
+        """The table without its title and notes; ``console.print(table)`` shows all three."""
+        table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False, collapse_padding=True)
+        lines = max(name.count("\n") for name in self.columns)
+        about = any("\n" in head for head, cells in self.rows if cells)
+        for i, name in enumerate(self.columns):
+            top = "\n" * (lines - name.count("\n")) + "\n".join(printable(x, 40) for x in name.split("\n"))
+            widest = max((len(_inline(row[i - 1])) for _, row in self.rows if len(row) >= i), default=0) if i else 0
+            table.add_column(
+                Text(top),
+                justify="right" if i else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+                min_width=max(widest, max(map(len, top.split("\n")))) + 1 if i else None,  # no number is cut
+            )
+        if about:
+            table.add_column(Text("\n" * lines), no_wrap=False)
+        for head, cells in self.rows:
+            name, _, explained = head.partition("\n")
+            shown = [Text(printable(name, MAX_HEAD)), *(Text(_inline(c), style=_STYLES.get(c.kind, "")) for c in cells)]
+            table.add_row(*shown, *([Text("  " + printable(explained), style="dim")] if explained else []))
+        return table
+
+    def __rich__(self) -> Group:
+        notes = [Text(printable(note, 600), style="dim") for note in self.notes]
+        return Group(Text(printable(self.title, 200), style="bold"), self.to_rich(), *notes, Text(""))
+
+    def to_html(self, kind: str = "wide", colours: Mapping[str, int] | None = None) -> Markup:
+        """The table in a region that scrolls sideways, and its notes.
+
+        Args:
+            kind: class of the table element.
+            colours: row heads -> number of a run, which has a dot in the run's colour there, and bars.
+        """
+        columns = Markup("").join(Markup("<th scope=col>{}</th>").format(_lines(name)) for name in self.columns)
+        rows = []
+        for head, cells in self.rows:
+            number = (colours or {}).get(head.partition("\n")[0])
+            dot = (
+                Markup('<span class="dot r{}" aria-hidden="true"></span>').format(number) if number is not None else ""
+            )
+            if not cells:
+                row = Markup('<tr class="group"><th scope="rowgroup" colspan="{}">{}{}</th></tr>')
+                rows.append(row.format(len(self.columns), dot, head))
+                continue
+            shown = Markup("").join(_html(cell, number) for cell in cells)
+            rows.append(Markup('<tr><th scope="row">{}{}</th>{}</tr>').format(dot, _lines(head), shown))
+        notes = Markup("").join(Markup('<p class="note">{}</p>').format(note) for note in self.notes)
+        return Markup(
+            '<div class="scroll" tabindex="0" role="region" aria-label="{0}"><table class="{1}"><caption>{0}</caption>'
+            "<thead><tr>{2}</tr></thead><tbody>{3}</tbody></table></div>{4}"
+        ).format(self.title, kind, columns, Markup("\n").join(rows), notes)
+
+    def to_csv(self, path: Path) -> Path:
+        """Write the columns and rows as plain values in full precision, "" where a value does not exist.
+
+        Errors: UserError where the file cannot be written.
+        """
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(name.replace("\n", " ") for name in self.columns)
+        for head, cells in self.rows:
+            writer.writerow(
+                [head.partition("\n")[0], *(_plain(c.text if c.value is None else c.value, c) for c in cells)]
+            )
+        write_text_atomically(path, text.getvalue().encode("utf-8", "backslashreplace").decode())
+        return path
+
+
+_STYLES = {"none": "dim", "noise": "dim"}
+
+
+def _inline(cell: Cell) -> str:
+    """A cell in one line of a terminal."""
+    mark = "~" if cell.kind == "noise" else ""
+    return printable(f"{mark}{cell.text} {cell.detail}".rstrip(), 80)
+
+
+def _lines(text: str) -> Markup:
+    first, _, second = text.partition("\n")
+    return escape(first) + (Markup("<small>{}</small>").format(second) if second else "")
+
+
+def _html(cell: Cell, number: int | None) -> Markup:
+    mark = Markup(' <span title="within noise">~</span>') if cell.kind == "noise" else ""
+    detail = Markup("<small>{}</small>").format(cell.detail) if cell.detail else ""
+    bar: Markup | str = ""
+    if cell.bar is not None:
+        low, value, high = (f"{1000 * x:.1f}" for x in cell.bar)
+        bar = Markup(
+            '<svg class="bar{0}" viewBox="0 0 1000 14" preserveAspectRatio="none" aria-hidden="true">'
+            '<line class="axis" x1="0" x2="1000" y1="7" y2="7"/><line class="ci" x1="{1}" x2="{3}" y1="7" y2="7"/>'
+            '<line class="at" x1="{2}" x2="{2}" y1="1" y2="13"/></svg>'
+        ).format("" if number is None else f" r{number}", low, value, high)
+    kind = Markup(' class="{}"').format(cell.kind) if cell.kind else ""
+    return Markup("<td{}>{}{}{}{}</td>").format(kind, cell.text, mark, detail, bar)
+
+
+def _plain(value: object, cell: Cell) -> str:
+    if cell.kind == "none" or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return repr(float(value)) if isinstance(value, float) else str(value)
+
+
+def make_console(file: IO[str] | None = None) -> Console:
+    """Console on ``file`` (stdout): colours only where it is a terminal, and never too narrow for the tables."""
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console.width = max(console.width, MIN_WIDTH)
+    return console
+
+
+def show(tables: Iterable[Table], console: Console | None = None) -> None:
+    """Print tables with their titles and notes."""
+    console = console or make_console()
+    for table in tables:
+        console.print(table)
+
+
+# --- how numbers are written ------------------------------------------------------------------------------------------
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of JSON is a finite number.
+
+    >>> is_number(0.5), is_number(float("nan")), is_number(True), is_number(None)
+    (True, False, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def rate(value: float | None, ci: Sequence[float] | None = None) -> str:
+    """A fraction, with half of its interval where there is one.
+
+    >>> rate(0.4521), rate(1.0), rate(-0.25), rate(0.4521, [0.42, 0.48]), rate(None)
+    ('.452', '1.000', '−.250', '.452 ±.030', '–')
+    """
+    return NO if value is None else _bare(f"{value:.3f}") + _half(ci)
+
+
+def signed(value: float) -> str:
+    """A difference of fractions.
+
+    >>> signed(0.0312), signed(-1.5)
+    ('+.031', '−1.500')
+    """
+    return _bare(f"{value:+.3f}")
+
+
+def delta(change: Json) -> str:
+    """A paired difference with half of its interval; ``~`` marks an interval that holds 0.
+
+    >>> delta({"delta": -0.0312, "ci": [-0.05, -0.01], "within_noise": False})
+    '−.031 ±.020'
+    >>> delta({"delta": 0.002, "ci": [-0.008, 0.012], "within_noise": True})
+    '~+.002 ±.010'
+    """
+    return ("~" if change["within_noise"] else "") + signed(change["delta"]) + _half(change["ci"])
+
+
+def span(ci: Sequence[float] | None) -> str:
+    """An interval in full; ``""`` where there is none.
+
+    >>> span([0.42, 0.48]), span([-0.05, 0.012]), span(None)
+    ('.420–.480', '−.050, .012', '')
+    """
+    if ci is None or not all(map(is_number, ci)):
+        return ""
+    lo, hi = (_bare(f"{x:.3f}") for x in ci)
+    return f"{lo}, {hi}" if ci[0] < 0 else f"{lo}–{hi}"
+
+
+def number(value: float | None) -> str:
+    """Four digits.
+
+    >>> number(12.3456), number(0.05), number(None)
+    ('12.35', '0.05000', '–')
+    """
+    return NO if value is None else f"{value:#.4g}".replace("-", "−")
+
+
+def _half(ci: Sequence[float] | None) -> str:
+    return "" if ci is None else " ±" + _bare(f"{(ci[1] - ci[0]) / 2:.3f}")
+
+
+def _bare(number: str) -> str:
+    """0.452 -> .452; the sign stays."""
+    short = number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number
+    return short.replace("-", "−")
+
+
+def text_cell(value: object, limit: int = 80) -> Cell:
+    """Any plain value in words; none where it is None, "" or not finite.
+
+    >>> text_cell(True).text, text_cell(0.25).text, text_cell(None).text
+    ('yes', '0.25', '–')
+    """
+    if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+        return Cell(NO, kind="none")
+    if isinstance(value, bool):
+        return Cell("yes" if value else "no", value=value)
+    if isinstance(value, float):
+        return Cell(f"{value:.6g}", value=value)
+    return Cell(printable(value, limit), value=str(value))
+
+
+def rate_cell(value: object, ci: Sequence[float] | None = None, bar: bool = False) -> Cell:
+    """A fraction with its interval; ``bar`` draws both on a line from 0 to 1."""
+    if not is_number(value):
+        return Cell(NO, kind="none")
+    ends = ci if ci is not None and all(map(is_number, ci)) else (value, value)
+    low, at, high = (min(max(float(x), 0.0), 1.0) for x in (ends[0], value, ends[1]))
+    return Cell(rate(value), span(ci), bar=(low, at, high) if bar else None, value=value)
+
+
+def change_cell(change: Json | None) -> Cell:
+    """A paired difference {"delta", "ci", "within_noise"}; none where it is None."""
+    if change is None or not is_number(change["delta"]):
+        return Cell(NO, kind="none")
+    value = change["delta"]
+    kind: Literal["noise", "up", "down"] = "noise" if change["within_noise"] else "up" if value > 0 else "down"
+    return Cell(signed(value), span(change["ci"]), kind, value=value)
+
+
+def value_cell(found: object, effect: bool = False) -> Cell:
+    """A number, or {"value", "ci"} with its interval; ``effect``: a signed effect size with two digits."""
+    value, ci = (found.get("value"), found.get("ci")) if isinstance(found, Mapping) else (found, None)
+    if not is_number(value):
+        return Cell(NO, kind="none")
+    if not effect:
+        return Cell(number(value), span(ci), value=value)
+    ends = ", ".join(f"{x:.2f}" for x in ci) if ci is not None and all(map(is_number, ci)) else ""
+    return Cell(f"{value:+.2f}".replace("-", "−"), ends.replace("-", "−"), value=value)
