@@ -23,13 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata
 
 from mmclip.metrics import rank as metrics
+from mmclip.metrics.bootstrap import MIN_DEFINED
 from mmclip.retrieval.ranking import Ranking
 
 TOP_K = 10
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FLAT_CV = 1e-6  # below this spread, lengths are one number and its rounding
 ALL_RELEVANT = "every candidate is relevant to some query"
-MIN_DEFINED = 0.9  # share of the resamples in which d must exist for an interval to be given
 
 Array = NDArray[Any]
 Json = dict[str, Any]

@@ -24,9 +24,9 @@ from mmclip.evaluation.comparable import same_data
 from mmclip.evaluation.comparison import change
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
+from mmclip.metrics.bootstrap import DETECTABLE
 
 FLIPS = 9999  # sign patterns tried where there are more, so p is never below 1 / 10,000
-DETECTABLE = 2.8  # z(0.975) + z(0.8)
 
 Json = dict[str, Any]
 

@@ -20,7 +20,7 @@ from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import mean_samples, over_seeds
+from mmclip.metrics.bootstrap import Estimate, mean_samples, over_seeds
 from mmclip.metrics.magnitude import MIN_DEFINED
 from mmclip.reporting.source import is_number
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
@@ -30,28 +30,6 @@ Array = NDArray[Any]
 Json = dict[str, Any]
 METRIC = "success@1"
 NAMED = ("loss", "i2t_weight", "norm")  # settings of the loss that have columns of their own
-
-
-class Estimate(NamedTuple):
-    """A number over ``n_seeds`` training seeds with its 95% interval; value, lo and hi None where they do not exist,
-    and then a ``reason``. smallest: the effect that would be seen in 80% of cases, where it was computed."""
-
-    value: float | None
-    lo: float | None
-    hi: float | None
-    n_seeds: int
-    reason: str = ""
-    smallest: float | None = None
-
-    @classmethod
-    def missing(cls, reason: str) -> Estimate:
-        return cls(None, None, None, 0, reason)
-
-    def above(self, bound: float) -> bool:
-        return self.lo is not None and self.lo > bound
-
-    def below(self, bound: float) -> bool:
-        return self.hi is not None and self.hi < bound
 
 
 class Spread(NamedTuple):

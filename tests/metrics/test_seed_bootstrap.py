@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import mean_interval, mean_samples, over_seeds, seed_draws
+from mmclip.metrics.bootstrap import estimate, mean_interval, mean_samples, over_seeds, seed_draws
 
 B = 40
 
@@ -66,3 +66,19 @@ def test_seeds_are_drawn_with_replacement_and_a_drawn_nan_stays_one() -> None:
     np.testing.assert_allclose(draws.mean(axis=0), 1, atol=0.06)
     samples = np.tile([1.0, 2.0, np.nan], (2000, 1))
     np.testing.assert_array_equal(np.isnan(over_seeds(samples)), draws[:, 2] > 0)
+
+
+def test_an_estimate_pairs_sides_by_query_and_seed() -> None:
+    rng = np.random.default_rng(3)
+    a, clusters = rng.random((3, 40)), np.arange(40) // 2
+    b = a + 0.1
+
+    def drawn(values: np.ndarray) -> list[tuple[float, np.ndarray]]:
+        return [(float(v.mean()), mean_samples(v[:, None], clusters, resamples=B)[:, 0]) for v in values]
+
+    found = estimate([drawn(b), drawn(a)], lambda x: x[0] - x[1])
+    assert found[:4] == pytest.approx((0.1, 0.1, 0.1, 3)) and found.smallest == pytest.approx(0, abs=1e-12)
+    alone = estimate([drawn(a)])
+    assert alone[:3] == pytest.approx(mean_interval(a, clusters, resamples=B)) and alone.above(0)
+    ratio = estimate([drawn(a), drawn(0 * a)], lambda x: x[0] / x[1])
+    assert ratio.value is None and "does not exist" in ratio.reason and not ratio.below(1)
