@@ -54,12 +54,12 @@ def ours(told: m.Json) -> dict[str, Callable[[], Any]]:
     """What encodes each side."""
     import torch
 
-    from mmclip.commands.evaluate import load_model
     from mmclip.data.shards import open_data
     from mmclip.embeddings.encode import Runner
     from mmclip.embeddings.features import Source
+    from mmclip.models.factory import load_clip
 
-    model = load_model(told["config"], told["weights"])
+    model = load_clip(told["config"], told["weights"])
     model.towers.to(told["device"])
     device = torch.device(told["device"])
     runner = Runner(device, told["precision"], told["batch_size"], told["workers"], progress=False)

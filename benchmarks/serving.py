@@ -28,7 +28,8 @@ from torch import Tensor
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
 from mmclip.embeddings.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
 from mmclip.errors import UserError
-from mmclip.retrieval.hubness import log_evidence, native_exponents
+from mmclip.models.metadata import native_exponents
+from mmclip.retrieval.hubness import log_evidence
 from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
 

@@ -123,7 +123,7 @@ def write_model(model: str, folder: Path) -> Json:
     import torch
     from safetensors.torch import save_file
 
-    from mmclip.models.model_names import read_model_config
+    from mmclip.config.model_config import read_model_config
 
     config = read_model_config(model)
     model_cfg = config["model_cfg"] if config else open_clip.get_model_config(model)

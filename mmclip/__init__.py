@@ -8,7 +8,7 @@ __all__ = ["ContrastiveLoss", "Direction", "Exponents", "Normalization", "clip_l
 _HOME = {
     "ContrastiveLoss": "losses.contrastive",
     "clip_loss": "losses.contrastive",
-    "load_model": "commands.evaluate",
+    "load_model": "models.factory",
     "Direction": "roles",
     "Exponents": "roles",
     "Normalization": "roles",
@@ -21,5 +21,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         from importlib import import_module
 
-        return getattr(import_module(f"mmclip.{_HOME[name]}"), name)
+        return getattr(import_module(f"mmclip.{_HOME[name]}"), "load_clip" if name == "load_model" else name)
     raise AttributeError(f"module 'mmclip' has no attribute {name!r}")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mmclip.config.model_config import finite
 from mmclip.errors import UserError, printable, reason
 from mmclip.io import write_atomically
-from mmclip.models.model_names import finite
 
 Array = NDArray[Any]
 SUFFIXES = (".safetensors", ".npz")

@@ -19,7 +19,7 @@ from mmclip.evaluation.results import json_text
 from mmclip.io import write_text_atomically
 from mmclip.metrics import rank as metrics
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
-from mmclip.models import metadata as facts
+from mmclip.models import metadata
 from mmclip.output_paths import flat, output_folder
 from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_length_factors
 from mmclip.tasks.advise import MIN_QUERIES, decide, undecided
@@ -81,7 +81,7 @@ def advise(settings: AdviseConfig) -> Json:
         "chosen": chosen,
     }
     report |= {"model": encoded.model, "data": encoded.data, "notes": encoded.notes, "not_covered": NOT_COVERED}
-    report |= {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "versions": facts.versions()}
+    report |= {"seconds": {k: round(v, 1) for k, v in seconds.items()}, "versions": metadata.versions()}
     write_text_atomically(folder / JSON_FILE, json_text(report, indent=1))
     if sections[target]["norms"]:
         draw(report, folder / PICTURE)

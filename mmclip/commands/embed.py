@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.commands.evaluate import load_model, make_runner
+from mmclip.commands.evaluate import make_runner
 from mmclip.config.embed import EmbedConfig
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.image_text import ImageTextData
@@ -22,8 +22,9 @@ from mmclip.evaluation.bank import draw_bank
 from mmclip.evaluation.eval_set import EvalData
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.io import require_space
-from mmclip.models.factory import Model
-from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, log_evidence, native_exponents, trained_scales
+from mmclip.models.factory import ClipModel, load_clip
+from mmclip.models.metadata import native_exponents, trained_scales
+from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, log_evidence
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.training.skipped import told
 
@@ -35,8 +36,8 @@ def embed(settings: EmbedConfig) -> None:
     data, distractors = open_evaluation(settings)
     bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
     print(f"encoding {len(data):,} images of {printable(data.path)} [{printable(data.split, 60)}]", file=sys.stderr)
-    model = load_model(settings.model, settings.pretrained)
-    alpha = trained_scales(model.facts, model.loaded_scale)
+    model = load_clip(settings.model, settings.pretrained)
+    alpha = trained_scales(model.metadata, model.loaded_scale)
     corrected = [d for d in CLIP_DIRECTIONS if d.opposite in alpha] if settings.bank is not None else []
     if settings.bank is not None and not corrected:
         raise UserError(f"--bank: --model {printable(settings.model)} names no known loss: nothing can be corrected")
@@ -55,7 +56,7 @@ def embed(settings: EmbedConfig) -> None:
     found = source.eval_data(model, runner)
     if source.skipped:
         print(told(source.skipped), file=sys.stderr)
-    saved = _saved(found, settings.model, model.facts, {d.value: a for d, a in alpha.items()})
+    saved = _saved(found, settings.model, model.metadata, {d.value: a for d, a in alpha.items()})
     if bank_data is not None:
         bank = draw_bank(
             Source(bank_data),
@@ -77,7 +78,7 @@ def embed(settings: EmbedConfig) -> None:
     )
 
 
-def _require_space(path: Path, sets: Sequence[ImageTextData], model: Model) -> None:
+def _require_space(path: Path, sets: Sequence[ImageTextData], model: ClipModel) -> None:
     """Errors: UserError before the work where the disk has no place for its result."""
     rows = sum(len(d) + sum(map(len, d.captions)) for d in sets)
     size = rows * 4 * int(model.towers.model_cfg["embed_dim"])

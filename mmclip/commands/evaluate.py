@@ -23,14 +23,13 @@ from mmclip.evaluation.eval_source import EvalSource
 from mmclip.evaluation.results import Results, save_results
 from mmclip.evaluation.runs import load_run, load_runs
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes
-from mmclip.models import metadata as facts
-from mmclip.models.architectures import architecture_of
-from mmclip.models.factory import Model, build_model
-from mmclip.models.model_names import WEIGHT_SUFFIXES
+from mmclip.models import metadata
+from mmclip.models.factory import load_clip
+from mmclip.models.metadata import native_exponents, trained_scales
 from mmclip.output_paths import default_output, flat, output_folder
 from mmclip.reporting.diagnostics_table import print_diagnostics
 from mmclip.reporting.tables import print_comparison, print_run
-from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, native_exponents, trained_scales
+from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side
 from mmclip.similarity import Direction
 from mmclip.training.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
 
@@ -84,7 +83,7 @@ def _evaluate(settings: EvaluateConfig) -> tuple[str, Results]:
         f"evaluating on {len(data):,} images of {printable(data.path)} [{printable(data.split, 60)}]{extra}",
         file=sys.stderr,
     )
-    model = load_model(settings.model, settings.pretrained)
+    model = load_clip(settings.model, settings.pretrained)
     model.towers.to(device)
     runner = make_runner(settings, device)
     name = folder.name if folder else settings.model
@@ -93,18 +92,18 @@ def _evaluate(settings: EvaluateConfig) -> tuple[str, Results]:
     source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
     bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
     if bank_data is not None:
-        sides = sorted(bank_side(d.opposite) for d in trained_scales(model.facts))
+        sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
         bank = draw_bank(Source(bank_data), sides, settings.bank_size, model, runner, settings.seed, data)
     results = evaluate_source(
         source,
         model,
         runner,
-        model.facts,
+        model.metadata,
         {
             "model": settings.model,
             "pretrained": settings.pretrained,
             "weights": "random" if model.loaded_scale is None else "loaded",
-            "versions": facts.versions(),
+            "versions": metadata.versions(),
         },
         classes=ZeroShot.open(classes, model, runner) if classes else None,
         bank=bank,
@@ -141,7 +140,7 @@ def _evaluate_embeddings(settings: EvaluateConfig, file: str) -> tuple[str, Resu
             "model": saved.model or name,
             "data": {"path": file, "split": None},
             "trained_with": dict(saved.facts),
-            "versions": facts.versions(),
+            "versions": metadata.versions(),
         },
         scales=scales,
         bank=bank,
@@ -181,28 +180,3 @@ def run_folder(model: str) -> Path | None:
     if path.name == "model" and (path / "mmclip.json").is_file() and (path.parent / "config.yaml").is_file():
         return path.parent
     return None
-
-
-def load_model(model: str, pretrained: str | None = None) -> Model:
-    """A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name, a model config JSON or a bare
-    checkpoint file.
-
-    The towers are on the CPU, in float32 and evaluation mode. Errors: UserError.
-    """
-    path = Path(model)
-    if path.is_dir():
-        inner = path / "model" if (path / "model").is_dir() else path
-        if not (inner / "open_clip_config.json").is_file():
-            raise UserError(f"--model {printable(model)}: a folder without open_clip_config.json and without model/")
-        model = f"local-dir:{inner}"
-    elif path.suffix in WEIGHT_SUFFIXES and path.is_file() and pretrained is None:
-        model, pretrained = architecture_of(path), model
-    built = build_model(model, pretrained)
-    built.towers.eval()
-    if built.loaded_scale is None:
-        print(
-            f"warning: {printable(model)} has random weights, and what it answers is chance: give --pretrained, a "
-            "tag or a checkpoint file",
-            file=sys.stderr,
-        )
-    return built

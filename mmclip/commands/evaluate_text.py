@@ -31,8 +31,7 @@ from mmclip.evaluation.trec import (
 from mmclip.metrics import rank as metrics
 from mmclip.metrics.significance import against_first
 from mmclip.models.metadata import versions
-from mmclip.models.text_encoder import TextModel
-from mmclip.models.text_open import encoding, open_text_model
+from mmclip.models.text_encoder import TextEncoder, encoding, open_text_model
 from mmclip.output_paths import default_output, output_folder
 from mmclip.reporting.diagnostics_table import print_diagnostics
 from mmclip.reporting.table_parts import make_console
@@ -122,13 +121,13 @@ def _evaluate(settings: TextEvaluateConfig, asked: str, collection: TextCollecti
     return name, done.results
 
 
-def _about(settings: TextEvaluateConfig, asked: str, model: TextModel) -> Json:
+def _about(settings: TextEvaluateConfig, asked: str, model: TextEncoder) -> Json:
     return {
         "model": asked,
         "weights": "random" if settings.random_init else "loaded",
         "notes": list(model.notes),
         **encoding(model),
-        "trained_with": dict(model.facts),
+        "trained_with": dict(model.metadata),
         "versions": versions(),
     }
 

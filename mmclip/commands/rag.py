@@ -22,8 +22,8 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE, json_text
 from mmclip.evaluation.text_evaluation import native_scoring
 from mmclip.io import lock_folder, write_text_atomically
-from mmclip.models import metadata as facts
-from mmclip.models.text_open import open_text_model, text_precision
+from mmclip.models import metadata
+from mmclip.models.text_encoder import open_text_model, text_precision
 from mmclip.reporting.formats import NONE, delta, rate
 from mmclip.reporting.table_parts import column, gap, make_console, new_table, row
 from mmclip.retrieval.ranking import rank
@@ -79,7 +79,7 @@ def run_rag(settings: RagConfig) -> Json:
         "closed_prompt": closed.text if settings.closed_book else None,
         "top_k": settings.top_k,
         **check(collection, lists, reader, store, closed_book=settings.closed_book, seed=settings.seed),
-        "versions": facts.versions(),
+        "versions": metadata.versions(),
     }
     write_text_atomically(where / RAG_FILE, json_text(results, indent=1))
     print_rag(results)

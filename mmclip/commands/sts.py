@@ -25,8 +25,7 @@ from mmclip.evaluation.text_evaluation import native_scoring
 from mmclip.io import write_text_atomically
 from mmclip.metrics.bootstrap import over_seeds
 from mmclip.models.metadata import versions
-from mmclip.models.text_encoder import TextModel
-from mmclip.models.text_open import open_text_model
+from mmclip.models.text_encoder import TextEncoder, open_text_model
 from mmclip.output_paths import flat, output_folder
 from mmclip.similarity import Exponents, Normalization, mean_length_factors
 from mmclip.tasks.sts import NATIVE, PairBootstrap, StsPairs, evaluate_sts, open_sts, scorings
@@ -100,7 +99,7 @@ def _about(pairs: StsPairs, settings: StsConfig) -> Json:
     return {"path": pairs.path, "n_pairs": len(pairs), **split, "scores": scores, "notes": pairs.notes}
 
 
-def _encode(model: TextModel, pairs: StsPairs, settings: StsConfig) -> Vectors:
+def _encode(model: TextEncoder, pairs: StsPairs, settings: StsConfig) -> Vectors:
     """Raw vectors of both sides, [P, D] each, in float64: ties are then real ones."""
     size = settings.encode_batch_size
     return (model.encode(pairs.first, "query", size, progress=False).double(),
@@ -108,7 +107,7 @@ def _encode(model: TextModel, pairs: StsPairs, settings: StsConfig) -> Vectors:
 
 
 def _train_all(
-    model: TextModel,
+    model: TextEncoder,
     train: StsPairs,
     held: StsPairs,
     before: Vectors,
@@ -139,7 +138,7 @@ def _train_all(
 
 
 def _train_one(
-    model: TextModel,
+    model: TextEncoder,
     norm: str,
     seed: int,
     train: StsPairs,

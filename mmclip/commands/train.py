@@ -12,6 +12,7 @@ import yaml
 
 from mmclip import distributed
 from mmclip.config.clip import TrainConfig
+from mmclip.config.model_config import export_folder
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.loading import steps_per_epoch
@@ -24,9 +25,8 @@ from mmclip.evaluation.runs import load_runs
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes
 from mmclip.io import lock_folder, remove_partials, require_run_folder, write_text_atomically
 from mmclip.losses import schedule as curriculum
-from mmclip.models import metadata as facts
+from mmclip.models import metadata
 from mmclip.models.factory import build_model
-from mmclip.models.model_names import export_folder
 from mmclip.training import checkpoint as checkpoints
 from mmclip.training import profiler as step_timing
 from mmclip.training import resume
@@ -84,7 +84,7 @@ def _train(settings: TrainConfig, device: torch.device) -> Path:
         settings.force_image_size,
         settings.force_context_length,
     )
-    model.initial = facts.initial(settings.init_from) if settings.init_from else {}
+    model.initial = metadata.initial_run(settings.init_from) if settings.init_from else {}
     for side, locked in (("image", settings.lock_image), ("text", settings.lock_text)):
         if locked:
             model.towers.lock(side)

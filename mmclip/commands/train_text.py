@@ -22,8 +22,8 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import lock_folder, remove_partials, require_run_folder, require_space, write_text_atomically
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
-from mmclip.models.text_encoder import FACTS_FILE, TextModel
-from mmclip.models.text_open import open_text_model
+from mmclip.models.metadata import METADATA_FILE
+from mmclip.models.text_encoder import TextEncoder, open_text_model
 from mmclip.roles import direction_weights
 from mmclip.training.text_finish import MODEL_FOLDER, Evaluations, finish, measure_start
 from mmclip.training.text_trainer import KEPT, TextTrainer, checkpoints
@@ -64,7 +64,7 @@ def run_name(settings: TextTrainConfig) -> str:
 
 
 def is_finished(settings: TextTrainConfig, folder: Path) -> bool:
-    return (folder / (RESULTS_FILE if settings.val_data else f"{MODEL_FOLDER}/{FACTS_FILE}")).is_file()
+    return (folder / (RESULTS_FILE if settings.val_data else f"{MODEL_FOLDER}/{METADATA_FILE}")).is_file()
 
 
 def _train(settings: TextTrainConfig, device: torch.device, held: contextlib.ExitStack) -> Path:
@@ -159,7 +159,7 @@ def open_data(settings: TextTrainConfig, ranks: int) -> TextRunData:
     return TextRunData(pairs, held_out, [open_beir(root, split) for root, split in places])
 
 
-def build_loss(settings: TextTrainConfig, model: TextModel, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
+def build_loss(settings: TextTrainConfig, model: TextEncoder, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
     how: dict[str, Any] = {
         "weights": direction_weights(settings.loss, settings.q2d_weight, text=True),
         "norm": settings.norm,

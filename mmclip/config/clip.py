@@ -10,8 +10,8 @@ from typing import Any
 from mmclip.config.data import SCENES, DataConfig
 from mmclip.config.flags import flag, parse
 from mmclip.config.loss import LossConfig, steps_or_fraction
+from mmclip.config.model_config import CONFIGS, check_model, export_folder, read_metadata
 from mmclip.errors import UserError, printable, require
-from mmclip.models.model_names import CONFIGS, check_model, export_folder, read_facts
 
 PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
 # What a run may be continued with on purpose: how it goes on, not what it is
@@ -181,7 +181,7 @@ class TrainConfig(DataConfig, LossConfig):
         folder = export_folder(self.init_from)
         local = f"local-dir:{folder}"
         check_model(local, None)
-        self.model = str(read_facts(folder).get("model", local))
+        self.model = str(read_metadata(folder).get("model", local))
         self.image_trunk = self.text_trunk = None
 
     def _check_numbers(self) -> None:

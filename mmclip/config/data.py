@@ -74,13 +74,6 @@ class DataConfig:
     batch_size: int = flag(64, DATA, "images per step and process (with --accum-freq: per forward pass)", metavar="B")
     keep_last: bool = flag(False, DATA, "train on the last, partial batch of an epoch too, instead of dropping it")
     workers: int = flag(2, DATA, "processes that read and decode images; the result does not depend on it", metavar="N")
-    fast_decode: bool = flag(
-        False,
-        DATA,
-        "decode training JPEGs at a half, a quarter or an eighth of their size where the augmentation's smallest crop "
-        "still has as many pixels as the model takes: large photos are read faster, with slightly other "
-        "pixels and other crops drawn; evaluation never does",
-    )
     max_bad_samples: int | None = flag(
         None,
         DATA,

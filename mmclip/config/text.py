@@ -10,9 +10,9 @@ from typing import Any
 from mmclip.config.clip import MODEL, OPTIMIZATION, RUN
 from mmclip.config.flags import flag, parse
 from mmclip.config.loss import LOSS, steps_or_fraction
+from mmclip.config.model_config import CONFIGS
 from mmclip.config.text_model import TEXT_DATA, TextModelConfig
 from mmclip.errors import UserError, printable, require
-from mmclip.models.model_names import CONFIGS
 from mmclip.roles import NORMS, POSITIVES, TEXT_LOSS_WEIGHTS
 
 

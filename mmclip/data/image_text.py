@@ -105,12 +105,8 @@ class ImageTextData:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def read_image(self, row: int, least: int | None = None) -> Image.Image:
-        """The picture of a row, decoded, in RGB. Errors: BadSample naming key, file and reason.
-
-        ``least``: a JPEG may be decoded at a half, a quarter or an eighth of its size, as long as its shorter side
-        keeps that many pixels: faster, with other pixels.
-        """
+    def read_image(self, row: int) -> Image.Image:
+        """The picture of a row, decoded, in RGB. Errors: BadSample naming key, file and reason."""
         path, offset, size = self.places[row]
         try:
             if offset < 0:
@@ -132,9 +128,6 @@ class ImageTextData:
                 scans = content.count(b"\xff\xda") if content.startswith(b"\xff\xd8") else 1
                 if scans * image.width * image.height > MAX_SCANNED:
                     raise ValueError(f"{scans:,} scans of {image.width} x {image.height} pixels: too long to decode")
-                if least is not None:
-                    short = min(image.size)
-                    image.draft("RGB", (-(-least * image.width // short), -(-least * image.height // short)))
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
         except UnidentifiedImageError:

@@ -96,8 +96,7 @@ class TrainBatches:
     batch_size is a process's and forward pass's; the global batch is batch_size * accum_freq * world_size, or
     ``loss_batch_size``, shared out as evenly as it goes: one item of ``batches`` a process. ``drop_last`` False keeps
     the last, partial global batch. ``shorten`` takes from a batch's token ids the padding that none of its texts needs.
-    ``pin``: batches lie in pinned memory, for a CUDA device. ``least``: pictures may be decoded smaller
-    (``read_image``).
+    ``pin``: batches lie in pinned memory, for a CUDA device.
     ``images`` or ``text`` False: that side is not read (its features are cached elsewhere). Errors: UserError for a
     batch larger than the data.
     """
@@ -120,13 +119,12 @@ class TrainBatches:
         text: bool = True,
         shorten: Callable[[Tensor], Tensor] | None = None,
         pin: bool = False,
-        least: int | None = None,
     ) -> None:
         self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
         self.seed, self.workers, self.drop_last = seed, workers, drop_last
         self.joint = loss_batch_size or batch_size * accum_freq * world_size  # images of a step, of all processes
         self.rank, self.world_size = rank, world_size
-        self.shorten, self.pin, self.least = shorten, pin, least
+        self.shorten, self.pin = shorten, pin
         counts = np.array([len(c) for c in data.captions])
         self.first_caption = np.concatenate([[0], np.cumsum(counts)])
         self.text_ids = text_ids(data.captions)
@@ -228,7 +226,7 @@ class _Parts(Dataset[_Part]):
         bad: list[BadSample] = []
         if o.transform is not None:
             seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
-            rows, images, bad = read_images(o.data, rows, o.transform, seeds, o.least)
+            rows, images, bad = read_images(o.data, rows, o.transform, seeds)
         tokens = None
         if o.tokenize is not None:
             flat = o.drawn(self.epoch, rows).tolist()

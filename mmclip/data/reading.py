@@ -51,7 +51,7 @@ def read_all(loader: DataLoader[T]) -> Iterator[T]:
 class Blank:
     """Stands in for data where a batch is empty: its one picture shows what shape a transform gives."""
 
-    def read_image(self, row: int, least: int | None = None) -> Image.Image:
+    def read_image(self, row: int) -> Image.Image:
         return Image.new("RGB", (64, 64))
 
 
@@ -65,12 +65,10 @@ def read_images(
     rows: Sequence[int],
     transform: Transform,
     seeds: Sequence[np.random.SeedSequence] | None = None,
-    least: int | None = None,
 ) -> tuple[list[int], Tensor | None, list[BadSample]]:
     """(rows that could be read, their pictures [B, 3, H, W] or None for no row, the bad ones).
 
     With ``seeds`` each transform runs under its own random state, and the caller's states are left as they were.
-    ``least``: ``read_image``'s.
     """
     good: list[int] = []
     images: list[Tensor] = []
@@ -79,7 +77,7 @@ def read_images(
     try:
         for i, row in enumerate(rows):
             try:
-                picture = data.read_image(row, least)
+                picture = data.read_image(row)
             except BadSample as error:
                 bad.append(error)
                 continue

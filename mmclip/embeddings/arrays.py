@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.array_files import read_json_array
+from mmclip.config.model_config import check_metadata, shown
 from mmclip.errors import UserError, printable
-from mmclip.models.model_names import check_facts, shown
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Array = NDArray[Any]
@@ -131,7 +131,7 @@ def read_meta(array: Array) -> dict[str, Any]:
         if not isinstance(value, kind):
             what = "a text" if kind is str else "an object"
             raise UserError(f"meta{f': {name}' if name else ''} is {shown(value)}: expected {what}")
-    facts = check_facts(meta.get("facts", {}), "meta: facts")
+    facts = check_metadata(meta.get("facts", {}), "meta: facts")
     if facts and not {"gamma_q", "gamma_d"} <= facts.keys():
         raise UserError("meta: facts without gamma_q and gamma_d: the exponents that the model is native in")
     for direction, value in meta.get("alpha", {}).items():

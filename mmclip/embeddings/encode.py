@@ -14,7 +14,7 @@ from torch import Tensor
 from mmclip.data.image_text import ImageTextData, named
 from mmclip.data.reading import iterate_images, iterate_texts
 from mmclip.errors import UserError, printable
-from mmclip.models.factory import Model
+from mmclip.models.factory import ClipModel
 from mmclip.training.log import progress_bar
 
 Encode = Callable[[Tensor], Tensor]  # a batch on the device -> [B, W]
@@ -80,7 +80,7 @@ class Runner:
         """[M, W] float32 on the CPU, a row a caption.
 
         Equal captions are encoded once, and captions of like length together, the longest first: what a batch costs is
-        its longest one's (mmclip.models.short_texts).
+        its longest one's (mmclip.models.towers).
         """
         different = sorted(set(captions), key=lambda c: (-len(c), c))
         parts: list[Tensor] = []
@@ -98,12 +98,12 @@ class Runner:
         return torch.cat(parts)[[place[caption] for caption in captions]]
 
 
-def encode_image(model: Model) -> Encode:
+def encode_image(model: ClipModel) -> Encode:
     """Raw image features of a model, pictures in."""
     return lambda images: model.towers(image=model.pixels(images))[0]
 
 
-def encode_text(model: Model) -> Encode:
+def encode_text(model: ClipModel) -> Encode:
     """Raw text features of a model, token ids in."""
     return lambda tokens: model.towers(text=tokens)[1]
 

@@ -17,8 +17,8 @@ from mmclip.data.image_text import ImageTextData
 from mmclip.data.loading import Batch, TrainBatches
 from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text
 from mmclip.embeddings.trunk_cache import cached_trunk
-from mmclip.models.factory import Model
-from mmclip.models.pixels import as_bytes, least_side
+from mmclip.models.factory import ClipModel
+from mmclip.models.towers import as_bytes
 from mmclip.training.skipped import by_key
 
 
@@ -34,7 +34,7 @@ class Source:
     def open(
         cls,
         data: ImageTextData,
-        model: Model,
+        model: ClipModel,
         runner: Runner,
         cache_dir: Path | None,
         label: str,
@@ -74,7 +74,7 @@ class Source:
         assert live is not None, "the loader reads whatever is not cached"
         return live.to(device, non_blocking=True), False
 
-    def batches(self, settings: TrainConfig, model: Model, pin: bool = False) -> TrainBatches:
+    def batches(self, settings: TrainConfig, model: ClipModel, pin: bool = False) -> TrainBatches:
         rank, ranks = distributed.world()
         transform = model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg))
         return TrainBatches(
@@ -93,11 +93,10 @@ class Source:
             text="text" not in self.cached,
             shorten=None if settings.torchcompile else model.towers.shortened,  # compiled once, for one shape
             pin=pin,
-            least=least_side(transform) if settings.fast_decode else None,
         )
 
     def vectors(
-        self, side: str, model: Model, runner: Runner, label: str, rows: Sequence[int] | None = None
+        self, side: str, model: ClipModel, runner: Runner, label: str, rows: Sequence[int] | None = None
     ) -> tuple[Tensor, dict[int, str]]:
         """Raw vectors of a side, or of its ``rows`` (captions are counted through all images): ([n, D], {row: why}).
 
@@ -114,7 +113,7 @@ class Source:
         captions = captions if rows is None else [captions[row] for row in rows]
         return runner.texts(encode_text(model), captions, model.tokens, label=f"{label}: captions"), {}
 
-    def embed(self, model: Model, runner: Runner, label: str) -> Embeddings:
+    def embed(self, model: ClipModel, runner: Runner, label: str) -> Embeddings:
         """Raw vectors of every image and caption; an image that cannot be read goes with its captions."""
         captions = [c for image in self.data.captions for c in image]
         owner = [row for row, image in enumerate(self.data.captions) for _ in image]
@@ -133,7 +132,7 @@ class Source:
         )
 
     @torch.no_grad()
-    def _through_head(self, side: str, inputs: Tensor, model: Model, runner: Runner) -> Tensor:
+    def _through_head(self, side: str, inputs: Tensor, model: ClipModel, runner: Runner) -> Tensor:
         with runner.autocast():
             parts = [model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in inputs.split(4096)]
         return torch.cat(parts)

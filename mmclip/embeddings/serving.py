@@ -26,7 +26,8 @@ from torch import Tensor
 
 from mmclip.embeddings.files import SavedEmbeddings
 from mmclip.errors import UserError, printable
-from mmclip.retrieval.hubness import corrected_candidates, corrected_queries, native_exponents, reversed_exponents
+from mmclip.models.metadata import native_exponents
+from mmclip.retrieval.hubness import corrected_candidates, corrected_queries, reversed_exponents
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,

@@ -16,14 +16,14 @@ from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError, printable
 from mmclip.io import alone_in, require_space, write_atomically
-from mmclip.models.factory import Model
-from mmclip.models.pixels import as_bytes
+from mmclip.models.factory import ClipModel
+from mmclip.models.towers import as_bytes
 
 PART_ROWS = {"image": 512, "text": 4096}
 ADVICE = "free some space, or name another --cache-dir"
 
 
-def cache_key(side: str, model: Model, data: ImageTextData) -> str:
+def cache_key(side: str, model: ClipModel, data: ImageTextData) -> str:
     """Digest of everything that a trunk's outputs depend on: its config and weights, the data, and what turns the
     data into its input (the evaluation transform; the tokenizer, told by what it does to the data's first captions).
     """
@@ -39,7 +39,7 @@ def cache_key(side: str, model: Model, data: ImageTextData) -> str:
 
 def cached_trunk(
     side: str,
-    model: Model,
+    model: ClipModel,
     data: ImageTextData,
     folder: Path,
     runner: Runner,
@@ -125,7 +125,7 @@ def _save(path: Path, features: Tensor, bad: dict[int, str]) -> None:
     write_atomically(path, lambda p: save_file({"features": features}, str(p)), ADVICE)  # last: it makes the part count
 
 
-def _width(side: str, model: Model, runner: Runner) -> int:
+def _width(side: str, model: ClipModel, runner: Runner) -> int:
     """Numbers that a trunk gives for one input."""
     one = model.transform()(Image.new("RGB", (64, 64)))[None] if side == "image" else model.tokenize(["a"])
     return model.towers.trunk(side, one.to(runner.device)).shape[1]

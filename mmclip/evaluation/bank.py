@@ -12,7 +12,7 @@ from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
 from mmclip.errors import UserError, printable
-from mmclip.models.factory import Model
+from mmclip.models.factory import ClipModel
 from mmclip.retrieval.hubness import Bank
 
 
@@ -20,7 +20,7 @@ def draw_bank(
     source: Source,
     sides: Iterable[str],
     size: int,
-    model: Model,
+    model: ClipModel,
     runner: Runner,
     seed: int = 0,
     evaluated: ImageTextData | None = None,

@@ -26,15 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmclip.commands.evaluate import load_model
+from mmclip.config.model_config import names_a_file
 from mmclip.data.shards import is_folder, shards_of
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.evaluation.scored_model import ScoredModel
 from mmclip.io import write_text_atomically
-from mmclip.models.factory import Tokenizer
-from mmclip.models.model_names import names_a_file
-from mmclip.retrieval.hubness import native_exponents
+from mmclip.models.factory import Tokenizer, load_clip
+from mmclip.models.metadata import native_exponents
 from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
 
 MODEL_TYPE = "mmclip"
@@ -55,8 +54,8 @@ def load(
     """clip-benchmark's loader of the type ``mmclip``: (model, transform, tokenizer). Errors: UserError."""
     if cache_dir is not None:
         raise UserError(f"--model_cache_dir: not used by --model_type {MODEL_TYPE}; set HF_HOME instead")
-    model = load_model(model_name, pretrained or None)
-    exponents = native_exponents(model.facts) if scoring == NATIVE else Normalization(scoring).exponents
+    model = load_clip(model_name, pretrained or None)
+    exponents = native_exponents(model.metadata) if scoring == NATIVE else Normalization(scoring).exponents
     return ScoredModel(model.towers, exponents).to(device), model.transform(), model.tokenize
 
 

@@ -19,7 +19,7 @@ from mmclip.evaluation.results import NATIVE, Results
 from mmclip.metrics import bootstrap as seed_bootstrap
 from mmclip.metrics import magnitude as diagnostics
 from mmclip.metrics import rank as metrics
-from mmclip.retrieval.hubness import trained_directions
+from mmclip.models.metadata import trained_directions
 from mmclip.similarity import TEXT_DIRECTIONS, Direction
 
 Array = NDArray[Any]

@@ -16,8 +16,8 @@ from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import Distractors, EvalData
 from mmclip.metrics import rank as metrics
-from mmclip.models.factory import Model
-from mmclip.models.pixels import as_bytes
+from mmclip.models.factory import ClipModel
+from mmclip.models.towers import as_bytes
 from mmclip.retrieval.ranking import rank_both_ways
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 
@@ -37,7 +37,7 @@ class EvalSource:
         cls,
         data: ImageTextData,
         distractors: Mapping[str, ImageTextData],
-        model: Model,
+        model: ClipModel,
         runner: Runner,
         cache_dir: Path | None = None,
         kinds: Sequence[str] = (),
@@ -47,7 +47,7 @@ class EvalSource:
 
         return cls(source(data, "evaluation"), {name: source(d, name) for name, d in distractors.items()}, list(kinds))
 
-    def eval_data(self, model: Model, runner: Runner, with_distractors: bool = True, seed: int = 0) -> EvalData:
+    def eval_data(self, model: ClipModel, runner: Runner, with_distractors: bool = True, seed: int = 0) -> EvalData:
         """Encode everything once and put the relevance beside it."""
         found = self.main.embed(model, runner, "evaluation")
         self.skipped = dict(found.skipped)
@@ -71,7 +71,7 @@ class EvalSource:
             distractors=distractors,
         )
 
-    def _kind(self, kind: str, found: Embeddings, model: Model, runner: Runner, seed: int) -> Distractors:
+    def _kind(self, kind: str, found: Embeddings, model: ClipModel, runner: Runner, seed: int) -> Distractors:
         """One built-in kind: as many pictures as the data have, made out of them, or as many captions."""
         mark = f"seed {seed}"
         if KINDS[kind] == "text":
@@ -87,7 +87,7 @@ class EvalSource:
         owner = {"image": kept} if twins else {}
         return Distractors(kind, image=image[kept], mark=mark, owner=owner, twins=twins)
 
-    def quick_numbers(self, model: Model, native: Exponents, runner: Runner) -> dict[str, float]:
+    def quick_numbers(self, model: ClipModel, native: Exponents, runner: Runner) -> dict[str, float]:
         """success@1 of both directions, natively and by cosine, on the main pool: what is watched while training."""
         data = self.eval_data(model, dataclasses.replace(runner, progress=False), with_distractors=False)
         scorings = {"native": Exponents(*(float(g) for g in native)), "cosine": Normalization.COSINE.exponents}

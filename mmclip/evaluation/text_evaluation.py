@@ -25,8 +25,8 @@ from mmclip.evaluation.results import NATIVE, Array, Json, Results
 from mmclip.evaluation.trec import RankedList, measurable, measure_list
 from mmclip.metrics import magnitude as diagnostics
 from mmclip.metrics import rank as metrics
-from mmclip.models.text_encoder import TextModel
-from mmclip.retrieval.hubness import native_exponents
+from mmclip.models.metadata import native_exponents
+from mmclip.models.text_encoder import TextEncoder
 from mmclip.retrieval.ranking import BLOCK_BYTES, Ranking, as_floats, rank
 from mmclip.retrieval.sides import exact_dots, inverse, lengths
 from mmclip.similarity import FIXED_NORMALIZATIONS, TINY, Direction, Exponents, Normalization
@@ -175,16 +175,16 @@ def quick_numbers(collection: TextCollection, query: Tensor, document: Tensor, n
     return {f"val_q2d_{rate}_{name}": float(values[name][rate].mean()) for rate in WATCHED for name in scorings}
 
 
-def native_scoring(model: TextModel) -> tuple[Exponents, float | None]:
+def native_scoring(model: TextEncoder) -> tuple[Exponents, float | None]:
     """(exponents, alpha) that a model's vectors are to be scored with.
 
     What mmclip trained says it itself. Any other model has cosine where its Normalize was removed or its
     ``similarity_fn_name`` is cosine (sentence-transformers' default), dot where that says dot; alpha is not known.
     Errors: UserError for facts without numbers, and for a similarity that is neither.
     """
-    if model.facts:
-        alpha = model.facts.get("logit_scale_q2d")
-        return native_exponents(model.facts), alpha if isinstance(alpha, int | float) else None
+    if model.metadata:
+        alpha = model.metadata.get("logit_scale_q2d")
+        return native_exponents(model.metadata), alpha if isinstance(alpha, int | float) else None
     said = str(model.encoder.similarity_fn_name)
     if model.removed or said == "cosine":
         return Normalization.COSINE.exponents, None

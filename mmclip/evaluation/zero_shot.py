@@ -25,7 +25,7 @@ from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.metrics import rank as metrics
-from mmclip.models.factory import Model
+from mmclip.models.factory import ClipModel
 from mmclip.reporting.formats import rate
 from mmclip.retrieval.ranking import as_floats, rank
 from mmclip.similarity import Exponents, Normalization, normalize
@@ -122,10 +122,10 @@ class ZeroShot:
     source: Source
 
     @classmethod
-    def open(cls, classes: Classes, model: Model, runner: Runner, cache_dir: Path | None = None) -> ZeroShot:
+    def open(cls, classes: Classes, model: ClipModel, runner: Runner, cache_dir: Path | None = None) -> ZeroShot:
         return cls(classes, Source.open(classes.data, model, runner, cache_dir, "zero-shot", ("image",)))
 
-    def measure(self, model: Model, runner: Runner, native: Exponents, seed: int = 0) -> Json:
+    def measure(self, model: ClipModel, runner: Runner, native: Exponents, seed: int = 0) -> Json:
         """The section "zero_shot" of results.json. native: the trained exponents; seed: of the bootstrap.
 
         Pictures that cannot be read are left out and named. Errors: UserError where none can be read.

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from mmclip import distributed
 from mmclip.array_files import read_arrays, write_arrays
-from mmclip.config.text import TextTrainConfig
 from mmclip.errors import UserError, printable
 from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.losses.positives import codes_of, known_by_id
@@ -212,29 +211,6 @@ def load_loss(loss: RoleRankingLoss, folder: str | Path) -> None:
             f"{', '.join(sorted(state))} was expected"
         )
     loss.loss.load_state_dict(found)
-
-
-@torch.no_grad()
-def text_facts(loss: RoleRankingLoss, settings: TextTrainConfig) -> dict[str, Any]:
-    """What a trained text model says of itself, as plain values: see mmclip.models.metadata.trained_with."""
-    inner, similarity = loss.loss, loss.loss.similarity
-    gamma_q, gamma_d = (float(g) for g in similarity.exponents)
-    facts: dict[str, Any] = {
-        "task": "text",
-        "loss": settings.loss,
-        "q2d_weight": inner.weights.get(Direction.Q2D, 0.0),
-        "norm": similarity.norm.value,
-        "gamma_q": gamma_q,
-        "gamma_d": gamma_d,
-        "positives": inner.positives.value,
-    }
-    for direction in TEXT_DIRECTIONS:
-        trained = direction in inner.trained and similarity.is_calibrated(direction)
-        facts[f"logit_scale_{direction.value}"] = float(similarity.scale(direction)) if trained else None
-        facts[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction) if trained else None
-    main = Direction.Q2D if Direction.Q2D in inner.trained else Direction.D2Q
-    facts["effective_scale"] = facts[f"effective_scale_{main.value}"]
-    return facts | {name: v for name, v in (("focal", inner.focal), ("norm_drift", inner.norm_drift)) if v}
 
 
 @torch.no_grad()

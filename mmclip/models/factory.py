@@ -1,4 +1,4 @@
-"""Names, tags, configs and local files -> towers with weights, transforms and tokenizer; open_clip builds."""
+"""CLIP models by name, tag, config or local folder: towers with weights, transforms and tokenizer, built by open_clip."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,16 +23,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmclip.config.files import nearest
+from mmclip.config.model_config import (
+    WEIGHT_FILES,
+    WEIGHT_SUFFIXES,
+    check_model,
+    check_sizes,
+    read_metadata,
+    read_model_config,
+    refuse_coca,
+)
 from mmclip.errors import UserError, printable
-from mmclip.models.model_names import WEIGHT_FILES, check_model, check_sizes, read_facts, read_model_config, refuse_coca
-from mmclip.models.pixels import Pixels
-from mmclip.models.towers import Towers
+from mmclip.models.towers import Pixels, Towers
 
 
 class Tokenizer:
-    """A stock tokenizer that a caption of any length cannot stop: BPE takes time by the square of a word's length.
+    """A stock tokenizer for captions of any length: BPE takes time quadratic in a word's length.
 
-    Only a caption of more than max(1000, 32 * context_length) characters is touched, many more than fill the context.
+    Captions above max(1000, 32 * context_length) characters, many more than fill the context, are cut before.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -49,42 +57,79 @@ class Tokenizer:
 
 
 @dataclasses.dataclass
-class Model:
-    """Towers with what feeds them.
+class ClipModel:
+    """Towers with their preprocessing.
 
-    preprocess_cfg is open_clip's (size, mean, std, interpolation, resize_mode); loaded_scale is exp(logit_scale) of a
-    loaded CLIP checkpoint, None for random or trunk-only weights; facts is an mmclip export's mmclip.json, else {};
-    initial says which run --init-from took it from (facts.initial), else {}.
+    Attributes:
+        towers: Both towers, raw features.
+        preprocess_cfg: open_clip's (size, mean, std, interpolation, resize_mode).
+        tokenize: Captions -> token ids [B, context_length].
+        loaded_scale: exp(logit_scale) of a loaded CLIP checkpoint; None for random or trunk-only weights.
+        metadata: mmclip.json of an mmclip export, else {}.
+        initial: The run that --init-from started from (``metadata.initial_run``), else {}.
     """
 
     towers: Towers
     preprocess_cfg: dict[str, Any]
     tokenize: Tokenizer
     loaded_scale: float | None
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     initial: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def transform(self, train: bool = False, aug_cfg: dict[str, Any] | None = None) -> Callable[[Any], Tensor]:
-        """open_clip's image transform: PIL image -> [3, H, W]; ``aug_cfg`` {'none': 1} trains without augmentation."""
+        """open_clip's image transform, PIL image -> [3, H, W]; ``aug_cfg`` {"none": 1} trains without augmentation."""
         cfg = PreprocessCfg(**self.preprocess_cfg)
         if not train or (aug_cfg and aug_cfg.get("none")):
             return image_transform_v2(cfg, is_train=False)
-        given = {k: v for k, v in (aug_cfg or {}).items() if k != "none"}
+        options = {k: v for k, v in (aug_cfg or {}).items() if k != "none"}
         try:
-            transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**given))
+            transform = image_transform_v2(cfg, is_train=True, aug_cfg=AugmentationCfg(**options))
             transform(Image.new("RGB", (64, 64)))
         except Exception as error:  # whatever torchvision and timm raise for numbers that they cannot use
             raise UserError(f"--aug-cfg {printable(aug_cfg)}: open_clip cannot use it: {_why(error)}") from None
         return transform
 
     def tokens(self, captions: list[str]) -> Tensor:
-        """[B, L] token ids, L no more than these captions need."""
+        """Token ids [B, L], L no more than these captions need."""
         return self.towers.shortened(self.tokenize(captions))
 
     @functools.cached_property
     def pixels(self) -> Pixels:
-        """A batch on the device, of ``transform``'s or its ``as_bytes``' pictures -> what the image tower takes."""
+        """Input of the image tower from a batch of ``transform``'s images, or of its bytes (``as_bytes``)."""
         return Pixels(self.transform(), self.towers.clip.visual)
+
+
+def load_clip(model: str, pretrained: str | None = None) -> ClipModel:
+    """A trained model for evaluation: on the CPU, in float32 and evaluation mode.
+
+    Args:
+        model: A run's folder, its ``model/`` folder, ``local-dir:FOLDER``, an open_clip name or a model config JSON.
+        pretrained: An open_clip tag or a checkpoint file.
+
+    Raises:
+        UserError: No such model. One line.
+    """
+    path = Path(model)
+    if path.is_dir():
+        inner = path / "model" if (path / "model").is_dir() else path
+        if not (inner / "open_clip_config.json").is_file():
+            raise UserError(f"--model {printable(model)}: a folder without open_clip_config.json and without model/")
+        model = f"local-dir:{inner}"
+    elif path.suffix in WEIGHT_SUFFIXES and path.is_file() and pretrained is None:
+        checkpoint = printable(model)
+        raise UserError(
+            f"--model {checkpoint}: a checkpoint file does not name its architecture; name it: --model NAME "
+            f"--pretrained {checkpoint}"
+        )
+    built = build_model(model, pretrained)
+    built.towers.eval()
+    if built.loaded_scale is None:
+        print(
+            f"warning: {printable(model)} has random weights, so its results are chance: give --pretrained, a tag or a "
+            "checkpoint file",
+            file=sys.stderr,
+        )
+    return built
 
 
 def build_model(
@@ -96,11 +141,21 @@ def build_model(
     pretrained_text: bool = True,
     force_image_size: int | None = None,
     force_context_length: int | None = None,
-) -> Model:
-    """Any open_clip model by name, model config JSON, or ``local-dir:FOLDER``, on the CPU in float32.
+) -> ClipModel:
+    """Build any open_clip model on the CPU in float32.
 
-    pretrained: an open_clip tag or a checkpoint file (read as plain tensors; a pickle never runs). image_trunk: a timm
-    state dict. text_trunk: a Hugging Face folder for trunk and tokenizer. Errors: UserError, one line.
+    Args:
+        model: An open_clip name, a model config JSON, or ``local-dir:FOLDER``.
+        pretrained: An open_clip tag or a checkpoint file, read as plain tensors (a pickle never runs).
+        image_trunk: A timm state dict for the image trunk.
+        text_trunk: A Hugging Face folder for text trunk and tokenizer.
+        pretrained_image: Load timm's own pretrained weights.
+        pretrained_text: Load the Hugging Face weights of a Hugging Face text trunk.
+        force_image_size: Overrides the config's image size, in pixels.
+        force_context_length: Overrides the config's context length, in tokens.
+
+    Raises:
+        UserError: No such model, or parts that do not fit. One line.
     """
     check_model(model, pretrained)
     config, folder = _find_config(model)
@@ -123,7 +178,7 @@ def build_model(
         text_cfg["hf_model_name"] = str(folder.resolve())  # an mmclip export carries its text config along
     complete = pretrained is not None or folder is not None  # every weight comes from a checkpoint
     with tempfile.TemporaryDirectory() as scratch, _quiet():
-        # One road for all kinds: a local-dir that holds just the config; weights follow below.
+        # All kinds of names become a local-dir that holds just the config; weights follow below.
         (Path(scratch) / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             clip = open_clip.create_model(
@@ -142,21 +197,24 @@ def build_model(
         loaded_scale = _load_clip(clip, checkpoint)
     if image_trunk is not None:
         _load_image_trunk(clip, Path(image_trunk))
-    built = Model(
+    built = ClipModel(
         Towers(clip, config["model_cfg"]),
         dict(clip.visual.preprocess_cfg),
         _tokenizer(model, config["model_cfg"]["text_cfg"], folder),
         loaded_scale,
-        read_facts(folder) if folder is not None else {},
+        read_metadata(folder) if folder is not None else {},
     )
     _try_out(built, f"--model {printable(model)}" + (f" --pretrained {printable(pretrained)}" if pretrained else ""))
     return built
 
 
 @torch.no_grad()
-def _try_out(model: Model, name: str) -> None:
-    """One picture and one text through both towers: a config may be whole and its parts not fit together (heads that
-    do not divide a width, a patch larger than a picture, fewer embeddings than tokens). Errors: UserError."""
+def _try_out(model: ClipModel, name: str) -> None:
+    """Encode one image and one text (UserError where that fails).
+
+    The parts of a valid config may not fit together: heads that do not divide a width, a patch larger than an image,
+    fewer embeddings than tokens.
+    """
     training, stock, text_cfg = model.towers.training, model.tokenize.stock, model.towers.model_cfg["text_cfg"]
     model.towers.eval()
     try:
@@ -167,20 +225,20 @@ def _try_out(model: Model, name: str) -> None:
             and rows < stock.vocab_size
         ):
             raise ValueError(f"vocab_size is {rows}, its tokenizer has {stock.vocab_size} tokens")
-        picture = model.transform()(Image.new("RGB", (64, 64)))
-        image, text = model.towers(picture[None], model.tokenize(["a"]))
+        pixels = model.transform()(Image.new("RGB", (64, 64)))
+        image, text = model.towers(pixels[None], model.tokenize(["a"]))
         if image.shape != text.shape:
             raise ValueError(f"image and text features differ in shape: {list(image.shape)}, {list(text.shape)}")
     except Exception as error:  # any of its parts may be what does not fit
         raise UserError(f"{name}: cannot be run: {_why(error)}") from None
     finally:
         model.towers.train(training)
-    if not (image.norm().isfinite() and text.norm().isfinite()):  # a length is what all scores are made of
-        raise UserError(f"{name}: features whose length is not finite: its weights or its preprocessing are damaged")
+    if not (image.norm().isfinite() and text.norm().isfinite()):
+        raise UserError(f"{name}: features whose norm is not finite: its weights or its preprocessing are damaged")
 
 
 def _why(error: Exception, limit: int = 300) -> str:
-    """An assertion may say nothing, torch's advice on a pickle is to run it, and on a damaged zip it has much more."""
+    """A short reason: an assertion may have no text, and torch's advice on a pickle is to run it."""
     if isinstance(error, pickle.UnpicklingError):
         return "not a file of plain tensors"
     return printable(str(error).partition(" This is an internal miniz error")[0] or type(error).__name__, limit)
@@ -201,7 +259,7 @@ def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def _known_tag(model: str, pretrained: str | None) -> dict[str, Any]:
-    """open_clip's entry for a tag, {} where ``pretrained`` is no tag of the model."""
+    """open_clip's entry of a tag, {} where ``pretrained`` is no tag of the model."""
     return open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}
 
 
@@ -225,7 +283,7 @@ def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder:
 
 
 def _load_clip(clip: torch.nn.Module, path: Path) -> float:
-    """Every weight from a checkpoint; returns its scale. Errors: UserError."""
+    """Load every weight of a checkpoint; returns exp(logit_scale)."""
     try:
         with _quiet():
             open_clip.load_checkpoint(clip, str(path), strict=True, weights_only=True, device="cpu")
@@ -238,7 +296,7 @@ def _load_clip(clip: torch.nn.Module, path: Path) -> float:
 
 
 def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
-    """timm weights into the image trunk: every tensor of the trunk must be there; a classifier may be left over."""
+    """Load timm weights into the image trunk: all of its tensors are needed, a classifier may be left over."""
     trunk = getattr(clip.visual, "trunk", None)
     if trunk is None:
         raise UserError(f"--image-trunk {path}: this model's image tower is not a timm model")
@@ -276,14 +334,17 @@ def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Tok
                 **{**kwargs, "trust_remote_code": False},  # code that comes with a model never runs
             )
             return Tokenizer(stock)
-    except Exception as error:  # its files and its arguments are of whoever made the model
+    except Exception as error:  # files and arguments come with the model
         raise UserError(f"the tokenizer {printable(name or model)} cannot be loaded: {_why(error)}") from None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """open_clip logs each step of building, and warns of "no weights" where weights are loaded afterwards; transformers
-    would stop and ask whether to run the code that comes with a model."""
+    """Silence the logs of building, and refuse code that comes with a model.
+
+    open_clip logs each step and warns of "no weights" where weights follow; transformers would ask at the terminal
+    whether to run remote code.
+    """
     from transformers import dynamic_module_utils as remote  # slow to import, and only builders need it
     from transformers.utils import logging as hf_logging
 

@@ -1,9 +1,20 @@
-"""What a trained model says of itself: the content of mmclip.json and of ``trained_with`` in results.json."""
+"""Metadata of trained models: mmclip.json of an export, and ``trained_with`` of results.json.
+
+loss, i2t_weight | q2d_weight, norm, positives     how the model was trained
+gamma_q, gamma_d                                   exponents by role, the native scoring
+logit_scale_DIRECTION                              alpha of a direction (not its logarithm), None where untrained
+effective_scale_DIRECTION, effective_scale         alpha times the mean norm factors; of the direction whose alpha
+                                                   the export has as ``logit_scale``
+gamma_schedule, focal, norm_drift, …               schedule options that differ from their defaults
+initial                                            the run that --init-from started from
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,78 +22,156 @@ import torch
 
 from mmclip import __version__
 from mmclip.config.loss import LossConfig
-from mmclip.losses.contrastive import ContrastiveLoss
-from mmclip.models.model_names import WEIGHT_FILES, export_folder, read_facts
-from mmclip.roles import Direction, direction_weights
+from mmclip.config.model_config import WEIGHT_FILES, export_folder, read_metadata
+from mmclip.config.text import TextTrainConfig
+from mmclip.errors import UserError, printable
+from mmclip.roles import (
+    CLIP_DIRECTIONS,
+    LOSS_WEIGHTS,
+    TEXT_DIRECTIONS,
+    Direction,
+    Exponents,
+    Normalization,
+    direction_weights,
+)
+from mmclip.similarity import RoleSimilarity
 
+METADATA_FILE = "mmclip.json"
 TEXT_PACKAGES = ("sentence-transformers", "accelerate", "ir_measures")  # named where they are installed
 
 
-def main_direction(loss: ContrastiveLoss) -> Direction:
-    """The direction whose alpha is the model's one ``logit_scale``: i2t unless only t2i is trained."""
-    return Direction.I2T if Direction.I2T in loss.trained else Direction.T2I
-
-
 @torch.no_grad()
-def trained_with(loss: ContrastiveLoss, settings: LossConfig, initial: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Loss, lambda, normalization, exponents by role and scale by direction, as plain values; the curriculum's settings
-    where they were used, and what the run started from (``initial``) where that was another.
-
-    ``logit_scale_*`` is alpha (not its logarithm); ``effective_scale`` belongs to the direction that ``logit_scale``
-    of the export belongs to. A direction that was not trained, or has not seen a batch, has no scale of its own: None.
-    """
-    similarity = loss.similarity
+def _similarity_metadata(similarity: RoleSimilarity, trained: Sequence[Direction], text: bool) -> dict[str, Any]:
+    """Normalization, exponents and the scales of each direction; None for a direction without training or batches."""
     gamma_q, gamma_d = (float(g) for g in similarity.exponents)
-    facts: dict[str, Any] = {
-        "loss": settings.loss,
-        "i2t_weight": direction_weights(settings.loss, settings.i2t_weight)[Direction.I2T],
-        "norm": similarity.norm.value,
-        "gamma_q": gamma_q,
-        "gamma_d": gamma_d,
-        "positives": loss.positives.value,
-        "effective_scale": None,
+    metadata: dict[str, Any] = {"norm": similarity.norm.value, "gamma_q": gamma_q, "gamma_d": gamma_d}
+    for direction in TEXT_DIRECTIONS if text else CLIP_DIRECTIONS:
+        known = direction in trained and similarity.is_calibrated(direction)
+        metadata[f"logit_scale_{direction.value}"] = float(similarity.scale(direction)) if known else None
+        metadata[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction) if known else None
+    return metadata | {"effective_scale": metadata[f"effective_scale_{main_direction(trained).value}"]}
+
+
+def main_direction(trained: Sequence[Direction]) -> Direction:
+    """The direction whose alpha is the one ``logit_scale`` of an export: i2t (q2d), unless only the other is trained.
+
+    >>> main_direction([Direction.T2I]).value, main_direction([Direction.T2I, Direction.I2T]).value
+    ('t2i', 'i2t')
+    """
+    return next((d for d in (Direction.I2T, Direction.Q2D) if d in trained), trained[0])
+
+
+def clip_metadata(
+    config: LossConfig,
+    similarity: RoleSimilarity,
+    trained: Sequence[Direction],
+    initial: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Metadata of a trained CLIP as plain values.
+
+    Args:
+        config: Loss options of the run.
+        similarity: The trained similarity.
+        trained: Directions with a weight above 0 at some step.
+        initial: The run that --init-from started from (``initial_run``).
+    """
+    weights = direction_weights(config.loss, config.i2t_weight)
+    metadata = {"loss": config.loss, "i2t_weight": weights[Direction.I2T], "positives": config.positives}
+    metadata |= _similarity_metadata(similarity, trained, text=False) | schedule_metadata(config)
+    return metadata | ({"initial": initial} if initial else {})
+
+
+def text_metadata(config: TextTrainConfig, similarity: RoleSimilarity, trained: Sequence[Direction]) -> dict[str, Any]:
+    """Metadata of a trained text encoder as plain values: see ``clip_metadata``."""
+    weights = direction_weights(config.loss, config.q2d_weight, text=True)
+    metadata = {
+        "task": "text",
+        "loss": config.loss,
+        "q2d_weight": weights[Direction.Q2D],
+        "positives": config.positives,
     }
-    for direction in loss.weights:
-        trained = direction in loss.trained and similarity.is_calibrated(direction)
-        facts[f"logit_scale_{direction.value}"] = float(similarity.scale(direction)) if trained else None
-        facts[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction) if trained else None
-    facts["effective_scale"] = facts[f"effective_scale_{main_direction(loss).value}"]
-    return facts | curriculum_facts(settings) | ({"initial": initial} if initial else {})
+    metadata |= _similarity_metadata(similarity, trained, text=True)
+    return metadata | {name: v for name in ("focal", "norm_drift") if (v := getattr(config, name))}
 
 
-def curriculum_facts(settings: LossConfig) -> dict[str, Any]:
-    """The curriculum's settings that say something: those of a schedule that there is, and what is not off."""
-    names = {
+def schedule_metadata(config: LossConfig) -> dict[str, Any]:
+    """Schedule options that differ from their defaults."""
+    names: tuple[str, ...] = {
         "none": (),
         "switch": ("gamma_schedule", "gamma_from", "gamma_start", "stage2_lr_factor"),
         "anneal": ("gamma_schedule", "gamma_from", "gamma_start", "gamma_end"),
-    }[settings.gamma_schedule]
-    found = {name: getattr(settings, name) for name in names}
-    found |= {name: getattr(settings, name) for name in ("focal", "norm_drift") if getattr(settings, name)}
-    return found if settings.i2t_weight_end is None else found | {"i2t_weight_end": settings.i2t_weight_end}
+    }[config.gamma_schedule]
+    names += tuple(name for name in ("focal", "norm_drift") if getattr(config, name))
+    names += ("i2t_weight_end",) if config.i2t_weight_end is not None else ()
+    return {name: getattr(config, name) for name in names}
 
 
-def initial(run: str) -> dict[str, Any]:
-    """Which run --init-from takes: its name, what it was trained with (None where it says nothing, a plain CLIP), and
-    ``key``, the beginning of its weights' sha256. No path: runs are moved."""
+def initial_run(run: str) -> dict[str, Any]:
+    """The run that --init-from starts from: name, training metadata, and ``key``, a digest of its weights.
+
+    Values are None where it has no metadata (a plain CLIP). No path, because runs are moved.
+    """
     folder = export_folder(run)
-    known = read_facts(folder)
-    key = None
-    for path in (folder / name for name in WEIGHT_FILES if (folder / name).is_file()):
-        with path.open("rb") as file:
+    metadata, key = read_metadata(folder), None
+    if weights := next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None):
+        with weights.open("rb") as file:
             key = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        break
     name = folder.resolve().parent.name if folder.name == "model" else folder.resolve().name
-    named = ("loss", "norm", "gamma_q", "gamma_d", "effective_scale", "seed")
-    return {"run": name, **{k: known.get(k) for k in named}, "key": key}
+    names = ("loss", "norm", "gamma_q", "gamma_d", "effective_scale", "seed")
+    return {"run": name, **{k: metadata.get(k) for k in names}, "key": key}
+
+
+def native_exponents(metadata: Mapping[str, Any]) -> Exponents:
+    """Exponents that a model was trained with; those of cosine for a model without metadata (any plain CLIP).
+
+    Raises:
+        UserError: The exponents are no numbers.
+    """
+    if not metadata:
+        return Normalization.COSINE.exponents
+    try:
+        return Exponents(float(metadata["gamma_q"]), float(metadata["gamma_d"]))
+    except (KeyError, TypeError, ValueError):
+        raise UserError("mmclip.json holds no numbers gamma_q and gamma_d") from None
+
+
+def trained_directions(metadata: Mapping[str, Any]) -> tuple[Direction, ...]:
+    """Directions whose loss a model minimized.
+
+    Args:
+        metadata: mmclip.json, or ``trained_with`` of results.json.
+
+    Raises:
+        UserError: The loss is unknown.
+    """
+    loss = metadata.get("loss")
+    if loss not in LOSS_WEIGHTS:
+        valid = ", ".join(LOSS_WEIGHTS)
+        raise UserError(f"the run names the loss {printable(loss)}; a direction needs one of: {valid}")
+    weight: float = LOSS_WEIGHTS[loss]
+    if loss == "sym":
+        own = metadata.get("i2t_weight")
+        constant = own in (0, 1) and metadata.get("i2t_weight_end", own) == own
+        weight = float(own) if own is not None and constant else weight
+    return tuple(d for d, w in zip(CLIP_DIRECTIONS, (weight, 1 - weight), strict=True) if w > 0)
+
+
+def trained_scales(metadata: Mapping[str, Any], loaded_scale: float | None = None) -> dict[Direction, float | None]:
+    """alpha of every trained direction, None where it is unknown; {} for an unknown loss.
+
+    A plain CLIP (no metadata) was trained in both directions with one scale, that of its checkpoint.
+    """
+    if not metadata:
+        return dict.fromkeys(CLIP_DIRECTIONS, loaded_scale)
+    if metadata.get("loss") not in LOSS_WEIGHTS:
+        return {}
+    return {d: metadata.get(f"logit_scale_{d.value}") for d in trained_directions(metadata)}
 
 
 def versions() -> dict[str, str]:
     """Releases that a result depends on."""
-    found = {"mmclip": __version__, "python": platform.python_version()}
+    releases = {"mmclip": __version__, "python": platform.python_version()}
     for package in ("torch", "torchvision", "open_clip_torch", "timm", "transformers", "numpy", *TEXT_PACKAGES):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(PackageNotFoundError):
+            releases[package] = version(package)
+    return releases

@@ -1,8 +1,9 @@
-"""An open_clip model as two towers of raw features: no normalization, no scale, nothing of the loss.
+"""An open_clip model as two towers of raw features, without normalization and without a scale.
 
-open_clip builds every model. What is added is (1) ``forward`` that returns raw features, so that gradients flow through
-DDP and torch.compile, and (2) the split of a tower into trunk and projection head, so that a locked trunk can run once
-and its outputs be kept.
+open_clip builds every model. Added here: a ``forward`` that returns raw features (so that gradients flow through DDP
+and torch.compile), the split of a tower into trunk and projection head (so that the outputs of a locked trunk can be
+cached), image batches that travel as bytes, and texts encoded up to the longest of their batch. The last two change
+features by rounding alone.
 """
 
 from __future__ import annotations
@@ -10,31 +11,37 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from open_clip.transformer import text_global_pool
 from torch import Tensor, nn
+from torchvision import transforms
 
 from mmclip.errors import UserError
-from mmclip.models import short_texts
+
+Transform = Callable[[Any], Tensor]
+GPU_LENGTH_MULTIPLE = 8  # token lengths on a GPU: few shapes, and attention masks stay aligned
 
 
 class Towers(nn.Module):
     """Both towers of an open_clip CLIP or CustomTextCLIP.
 
-    model_cfg is open_clip's model config (embed_dim, vision_cfg, text_cfg), kept for the export.
+    Args:
+        clip: open_clip's model.
+        model_cfg: open_clip's model config (embed_dim, vision_cfg, text_cfg), kept for the export.
     """
 
-    clip: Any  # open_clip's CLIP or CustomTextCLIP, whose parts differ too much for one type
+    clip: Any  # CLIP or CustomTextCLIP, whose parts differ too much for one type
 
     def __init__(self, clip: nn.Module, model_cfg: dict[str, Any]) -> None:
         super().__init__()
         self.clip = clip
         self.model_cfg = model_cfg
         self.locked = {"image": False, "text": False}
-        # The loss owns scale and, in a softmax, a constant bias (SigLIP's) cancels: neither trains here, and an unused
-        # parameter that asks for a gradient would break DDP.
+        # The loss owns the scale, and a constant bias (SigLIP's) cancels in a softmax: neither trains here, and an
+        # unused parameter that requires a gradient would break DDP.
         for name in ("logit_scale", "logit_bias"):
             if isinstance(parameter := getattr(clip, name, None), nn.Parameter):
                 parameter.requires_grad_(False)
@@ -51,10 +58,14 @@ class Towers(nn.Module):
         image_from_trunk: bool = False,
         text_from_trunk: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Raw features [B, D] of images [B, 3, H, W] and token ids [B, L], which may be ``shortened``; None for a side
-        that is not given.
+        """Raw features of both sides.
 
-        ``*_from_trunk``: the input is that trunk's output (``trunk``), so only the head runs.
+        Args:
+            image: Images [B, 3, H, W], or trunk outputs [B, W] with ``image_from_trunk``.
+            text: Token ids [B, L], possibly ``shortened``, or trunk outputs [B, W] with ``text_from_trunk``.
+
+        Returns:
+            Image and text features [B, D]; None for a side without input.
         """
         out: list[Tensor | None] = []
         for side, inputs, from_trunk in (("image", image, image_from_trunk), ("text", text, text_from_trunk)):
@@ -68,14 +79,12 @@ class Towers(nn.Module):
 
     def shortened(self, tokens: Tensor) -> Tensor:
         """Token ids [B, L] on the CPU without the columns that change no feature."""
-        on_cpu = (
-            self.clip.logit_scale.device.type == "cpu"
-        )  # where every position costs, and no shape more than another
-        return short_texts.shortened(self.text_module, tokens, 1 if on_cpu else short_texts.MULTIPLE)
+        on_cpu = self.clip.logit_scale.device.type == "cpu"  # there every position costs, and no shape is better
+        return shorten_tokens(self.text_module, tokens, 1 if on_cpu else GPU_LENGTH_MULTIPLE)
 
     def _encode(self, side: str, inputs: Tensor) -> Tensor:
-        if side == "text" and short_texts.is_short(self.text_module, inputs):
-            return short_texts.encode_short(self.text_module, inputs)
+        if side == "text" and _is_short(self.text_module, inputs):
+            return _encode_short(self.text_module, inputs)
         encode = self.clip.encode_image if side == "image" else self.clip.encode_text
         features: Tensor = encode(inputs, normalize=False)
         return features
@@ -83,9 +92,10 @@ class Towers(nn.Module):
     # --- trunk and head -------------------------------------------------------------------------------------------
 
     def _head_owner(self, side: str) -> tuple[Any, str]:
-        """The module that owns a side's projection head and the head's attribute name.
+        """The module that owns a side's projection head, and the head's attribute name.
 
-        Errors: UserError for a tower whose projection cannot be told from its trunk.
+        Raises:
+            UserError: The projection of this tower cannot be told from its trunk.
         """
         if side == "image":
             visual = self.clip.visual
@@ -102,8 +112,7 @@ class Towers(nn.Module):
         raise UserError(f"this model's {side} tower has no projection head of its own, so it cannot be locked")
 
     def head_parameter_names(self, side: str) -> set[str]:
-        """Names (in ``named_parameters`` of this module) of a side's output projection, which carries the magnitude;
-        empty where the tower has none of its own."""
+        """Names (as in ``named_parameters``) of a side's output projection; empty where a tower has none."""
         try:
             owner, name = self._head_owner(side)
         except UserError:
@@ -112,40 +121,35 @@ class Towers(nn.Module):
         return {n for n, _ in self.named_parameters() if n == prefix or n.startswith(prefix + ".")}
 
     def lock(self, side: str) -> None:
-        """Freeze a side's trunk for good: no gradient, and evaluation mode (no dropout, no batch statistics).
+        """Freeze a side's trunk: no gradient, and evaluation mode (no dropout, no batch statistics).
 
-        Unlike open_clip, which freezes a native tower whole, the projection head always stays trainable: it is what
-        carries the magnitude.
+        Unlike open_clip, which freezes a native tower whole, the projection head stays trainable, because it carries
+        the magnitude.
         """
         self._head_owner(side)
         head = self.head_parameter_names(side)
-        prefix = "clip.visual." if side == "image" else ""
         for name, parameter in self.named_parameters():
-            belongs = name.startswith(prefix) if side == "image" else not name.startswith("clip.visual.")
-            if belongs and name not in head:
+            if name.startswith("clip.visual.") == (side == "image") and name not in head:
                 parameter.requires_grad_(False)
         self.locked[side] = True
         self.train(self.training)
 
     def locked_names(self) -> set[str]:
-        """State-dict names of locked trunks: they never change, so a checkpoint need not hold them."""
+        """State-dict names of locked trunks, which never change and are left out of checkpoints."""
         names = set()
-        for side, locked in self.locked.items():
-            if locked:
-                head = self.head_parameter_names(side)
-                names |= {
-                    n for n in self.state_dict() if n not in head and n.startswith("clip.visual.") == (side == "image")
-                }
+        for side in (s for s, locked in self.locked.items() if locked):
+            head = self.head_parameter_names(side)
+            on_side = (n for n in self.state_dict() if n.startswith("clip.visual.") == (side == "image"))
+            names |= {n for n in on_side if n not in head}
         return names - {"clip.logit_scale", "clip.logit_bias"}
 
     def train(self, mode: bool = True) -> Towers:
         super().train(mode)
-        for side, locked in self.locked.items():
-            if locked:
-                owner, name = self._head_owner(side)
-                for child_name, child in owner.named_children():
-                    if child_name != name and not (side == "text" and child_name == "visual"):
-                        child.eval()
+        for side in (s for s, locked in self.locked.items() if locked):
+            owner, name = self._head_owner(side)
+            for child_name, child in owner.named_children():
+                if child_name != name and not (side == "text" and child_name == "visual"):
+                    child.eval()
         return self
 
     @contextlib.contextmanager
@@ -161,21 +165,19 @@ class Towers(nn.Module):
 
     @torch.no_grad()
     def trunk(self, side: str, inputs: Tensor) -> Tensor:
-        """A trunk's outputs [B, W], before the projection head, without gradient: images or token ids in."""
+        """Outputs [B, W] of a trunk, before the projection head and without gradient, for images or token ids."""
         owner, name = self._head_owner(side)
         if name == "head":  # timm
             return owner.trunk(inputs)
         if hasattr(owner, "pooler"):  # Hugging Face
+            inputs = shorten_tokens(owner, inputs)
             mask = (inputs != owner.config.pad_token_id).long()
-            # Columns that are padding in every row change nothing but cost as much as words: most captions are short.
-            used = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
-            inputs, mask = inputs[:, :used], mask[:, :used]
             return owner.pooler(owner.transformer(input_ids=inputs, attention_mask=mask), mask)
         with self._without_projection(side):
             return self._encode(side, inputs)
 
     def head(self, side: str, trunk_output: Tensor) -> Tensor:
-        """A side's projection head on its trunk's outputs: [B, W] -> [B, D]."""
+        """A side's projection head on trunk outputs: [B, W] -> [B, D]."""
         owner, name = self._head_owner(side)
         projection = getattr(owner, name)
         if isinstance(projection, nn.Parameter):
@@ -184,7 +186,7 @@ class Towers(nn.Module):
         return features
 
     def trunk_fingerprint(self, side: str) -> str:
-        """Digest of what a trunk computes: its config and the bytes of its weights, the head left out."""
+        """Digest of a trunk's config and weights, without its head."""
         cfg = self.model_cfg["vision_cfg" if side == "image" else "text_cfg"]
         cfg = {k: v for k, v in cfg.items() if not k.startswith("hf_") or k == "hf_pooler_type"}  # paths do not compute
         digest = hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode())
@@ -195,3 +197,123 @@ class Towers(nn.Module):
                 digest.update(name.encode())
                 digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+
+# --- texts up to the longest of their batch -------------------------------------------------------------------------
+
+
+def shorten_tokens(module: Any, tokens: Tensor, multiple: int = 1) -> Tensor:
+    """Token ids without the trailing columns that change no feature.
+
+    open_clip's towers compute all positions of their context (77 for a caption of 15). Where attention is causal and
+    the feature is read at the end token, later positions are computed for nothing; a Hugging Face tower masks padding.
+
+    Args:
+        module: What holds the text tower (``Towers.text_module``).
+        tokens: Token ids [B, L].
+        multiple: The result's length is a multiple of it, or L.
+
+    Returns:
+        Token ids [B, l], l <= L; all of them where attention goes both ways without a mask, or where the feature is
+        read at the last position.
+    """
+    if not len(tokens):
+        return tokens
+    if hasattr(module, "pooler"):  # Hugging Face
+        columns = (tokens != module.config.pad_token_id).any(dim=0).nonzero()
+        used = int(columns.max()) + 1 if len(columns) else 1
+    elif _reads_end_token(module):
+        kind, end = _pooling(module)
+        at_end = tokens.eq(end).int().argmax(dim=-1) if kind == "eos" else tokens.argmax(dim=-1)
+        used = int(at_end.max()) + 1
+    else:
+        return tokens
+    return tokens[:, : -(-used // multiple) * multiple]
+
+
+def _is_short(module: Any, tokens: Tensor) -> bool:
+    """Whether there are fewer token ids than open_clip's own tower takes; a Hugging Face tower takes any number."""
+    return not hasattr(module, "pooler") and _reads_end_token(module) and tokens.shape[1] < len(module.attn_mask)
+
+
+def _encode_short(module: Any, tokens: Tensor) -> Tensor:
+    """Raw features [B, D] of open_clip's own text tower for shortened token ids [B, l]."""
+    length, dtype = tokens.shape[1], module.transformer.get_cast_dtype()
+    x = module.token_embedding(tokens).to(dtype) + module.positional_embedding[:length].to(dtype)
+    x = module.ln_final(module.transformer(x, attn_mask=module.attn_mask[:length, :length]))
+    kind, end = _pooling(module)
+    pooled: Tensor = text_global_pool(x, tokens, kind, eos_token_id=end)
+    projection = module.text_projection
+    if isinstance(projection, nn.Linear):
+        pooled = projection(pooled)
+    elif projection is not None:
+        pooled = pooled @ projection
+    return pooled
+
+
+def _pooling(module: Any) -> tuple[str, int]:
+    """open_clip's pool type and the end token's id: CLIP and TextTransformer name them differently."""
+    prefix = "text_" if hasattr(module, "text_pool_type") else ""
+    return getattr(module, f"{prefix}pool_type"), getattr(module, f"{prefix}eos_id")
+
+
+def _reads_end_token(module: Any) -> bool:
+    causal = getattr(module, "attn_mask", None) is not None
+    plain = getattr(module, "cls_emb", None) is None and not getattr(module, "use_pad_mask", False)
+    return causal and plain and not getattr(module, "output_tokens", False) and _pooling(module)[0] in ("argmax", "eos")
+
+
+# --- images as bytes ------------------------------------------------------------------------------------------------
+
+
+def _ends_in_normalize(transform: Transform) -> bool:
+    """Whether a transform ends in ToTensor and Normalize, as open_clip's do; timm's random erasing follows both."""
+    steps = transform.transforms if isinstance(transform, transforms.Compose) else []
+    ends = (transforms.ToTensor, transforms.Normalize)
+    return len(steps) >= 2 and all(isinstance(step, kind) for step, kind in zip(steps[-2:], ends, strict=True))
+
+
+def as_bytes(transform: Transform) -> Transform:
+    """``transform`` up to its ToTensor and Normalize, image -> uint8 [3, H, W]: a quarter of the bytes.
+
+    A transform that does not end in these two is returned as it is.
+    """
+    if not _ends_in_normalize(transform):
+        return transform
+    steps = transform.transforms  # type: ignore[attr-defined]
+    return transforms.Compose([*steps[:-2], transforms.PILToTensor()])
+
+
+class Pixels:
+    """Input of an image tower from a batch on its device.
+
+    uint8 [B, 3, H, W] becomes (x / 255 - mean) / std in float32, bit for bit as the transform's ToTensor and Normalize
+    compute it; floats stay. A convolutional trunk gets the batch channels-last, the layout that convolution kernels
+    are written for; its weights and checkpoints stay as they are.
+    """
+
+    def __init__(self, transform: Transform, visual: nn.Module) -> None:
+        self.normalize: transforms.Normalize | None = None
+        if _ends_in_normalize(transform):
+            self.normalize = transform.transforms[-1]  # type: ignore[attr-defined]
+        convolutions = sum(isinstance(module, nn.Conv2d) for module in visual.modules())
+        self.layout = torch.channels_last if convolutions > 1 else torch.contiguous_format  # a ViT has one: its patches
+        self.constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            return images.contiguous(memory_format=self.layout)
+        if images.device not in self.constants:
+            self.constants[images.device] = self._constants(images.device)
+        full, mean, std = self.constants[images.device]
+        return images.to(torch.float32, memory_format=self.layout).div_(full).sub_(mean).div_(std)
+
+    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """255, mean and std as tensors of the device: CUDA divides inexactly by a plain number."""
+        if self.normalize is None:
+            raise ValueError("bytes for a model whose transform does not end in ToTensor and Normalize")
+        mean, std = (
+            torch.as_tensor(x, dtype=torch.float32, device=device).view(-1, 1, 1)
+            for x in (self.normalize.mean, self.normalize.std)
+        )
+        return torch.full((1, 1, 1), 255.0, device=device), mean, std

@@ -12,6 +12,7 @@ import numpy as np
 
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import MAIN_POOL
+from mmclip.models.metadata import trained_directions
 from mmclip.reporting.plots import (
     Picture,
     Series,
@@ -24,7 +25,6 @@ from mmclip.reporting.plots import (
 )
 from mmclip.reporting.source import ReportRun, is_number
 from mmclip.reporting.tradeoff import DARK, LIGHT, plot_tradeoff
-from mmclip.retrieval.hubness import trained_directions
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
 # Panels of training curves: name of the file, axis, logarithmic or not, [(key in metrics.jsonl, label, dashed)].

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmclip.errors import UserError, printable
-from mmclip.roles import CLIP_DIRECTIONS, LOSS_WEIGHTS, Direction, Exponents, Normalization, direction_weights
+from mmclip.errors import UserError
+from mmclip.roles import Direction, Exponents
 from mmclip.similarity import normalize
 
 TRANSDUCTIVE = "transductive"  # the name of the bank that is the evaluation's own items
@@ -56,47 +55,6 @@ class Bank:
     def of(self, side: str, pool: Mapping[str, Tensor]) -> Tensor | None:
         """The side's rows, of the ``pool`` where the bank is transductive; None where it has none."""
         return pool[side] if self.transductive else self.vectors.get(side)
-
-
-def native_exponents(facts: Mapping[str, Any]) -> Exponents:
-    """The exponents that a model was trained with; cosine for a model that says nothing (any plain CLIP).
-
-    facts: mmclip.json. Errors: UserError for exponents that are no numbers.
-    """
-    if not facts:
-        return Normalization.COSINE.exponents
-    try:
-        return Exponents(float(facts["gamma_q"]), float(facts["gamma_d"]))
-    except (KeyError, TypeError, ValueError):
-        raise UserError("mmclip.json holds no numbers gamma_q and gamma_d") from None
-
-
-def trained_directions(facts: Mapping[str, Any]) -> tuple[Direction, ...]:
-    """The directions whose loss a model minimized; facts: mmclip.json, or "trained_with" of results.json.
-
-    Errors: UserError where they name no known loss.
-    """
-    loss = facts.get("loss")
-    if loss not in LOSS_WEIGHTS:
-        raise UserError(
-            f"the run names the loss {printable(loss)}; a direction needs one of: {', '.join(LOSS_WEIGHTS)}"
-        )
-    weight = facts.get("i2t_weight")
-    moved = facts.get("i2t_weight_end", weight) != weight
-    own = weight if loss == "sym" and weight in (0, 1) and not moved else None
-    return tuple(d for d, w in direction_weights(loss, own).items() if w > 0)
-
-
-def trained_scales(facts: Mapping[str, Any], loaded_scale: float | None = None) -> dict[Direction, float | None]:
-    """alpha of every direction that was trained, None where it is not told; {} for facts of no known loss.
-
-    A plain CLIP (no facts) was trained both ways with one scale, that of its checkpoint.
-    """
-    if not facts:
-        return dict.fromkeys(CLIP_DIRECTIONS, loaded_scale)
-    if facts.get("loss") not in LOSS_WEIGHTS:
-        return {}
-    return {d: facts.get(f"logit_scale_{d.value}") for d in trained_directions(facts)}
 
 
 def reversed_exponents(exponents: Exponents) -> Exponents:

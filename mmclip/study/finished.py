@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmclip.config.model_config import check_model, export_folder
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import PER_QUERY_FILE, START_FILE, Results
 from mmclip.evaluation.runs import load_run, told_of
-from mmclip.models.model_names import check_model, export_folder
 from mmclip.study.arms import Arm
 from mmclip.study.plan import Cell
 from mmclip.study.runner import is_finished, is_locked, seconds_of

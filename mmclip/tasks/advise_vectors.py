@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from mmclip import distributed
 from mmclip.array_files import json_array, read_arrays, read_json_array, write_arrays
-from mmclip.commands.evaluate import load_model
 from mmclip.config.advise import AdviseConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.metrics.fisher_report import PER_DIMENSION
+from mmclip.models.factory import load_clip
 from mmclip.similarity import SCALE_INIT
 from mmclip.tasks.advise_trial import Matched
 
 if TYPE_CHECKING:
     from mmclip.data.beir import TextCollection
-    from mmclip.models.text_encoder import TextModel
+    from mmclip.models.text_encoder import TextEncoder
 
 VECTORS_FILE = "vectors.safetensors"
 TEXT_SCALE = 20.0  # effective scale, 1 / temperature, as train_text.py starts
@@ -62,7 +62,7 @@ def encode(settings: AdviseConfig, folder: Path) -> Encoded:
 
 def _encode_text(settings: AdviseConfig, folder: Path) -> Encoded:
     from mmclip.data.beir import open_beir
-    from mmclip.models.text_open import open_text_model
+    from mmclip.models.text_encoder import open_text_model
 
     assert settings.model is not None and settings.data is not None
     split, lent = text_split(Path(settings.data), settings.split)
@@ -102,7 +102,7 @@ def _encode_text(settings: AdviseConfig, folder: Path) -> Encoded:
     kept = [i for i, (q, d) in enumerate(data.pairs.tolist()) if q in new[0] and d in new[1]]
     pairs = np.array([[new[0][q], new[1][d]] for q, d in data.pairs[kept].tolist()], dtype=np.int64)
     matched = Matched(("query", "document"), vectors["first"], vectors["second"], pairs, data.gains[kept])
-    known = model.facts.get("data")
+    known = model.metadata.get("data")
     if isinstance(known, dict) and (known.get("split"), _place(known.get("path"))) == (split, _place(settings.data)):
         notes.append(SEEN.format("queries") + "; advise on the model that the run started from")
     if model.removed:
@@ -145,7 +145,7 @@ def stand_in_rows(data: TextCollection, queries: np.ndarray, dim: int, settings:
     return np.sort(rng.permutation(both)[: min(2 * PER_DIMENSION * dim, settings.limit)]).astype(np.int64)
 
 
-def _texts(model: TextModel, role: str, texts: Sequence[str], settings: AdviseConfig) -> Tensor:
+def _texts(model: TextEncoder, role: str, texts: Sequence[str], settings: AdviseConfig) -> Tensor:
     print(f"encoding {len(texts):,} texts as {role}", file=sys.stderr, flush=True)
     return model.encode(texts, role, settings.encode_batch_size)
 
@@ -157,9 +157,9 @@ def _encode_clip(settings: AdviseConfig, folder: Path) -> Encoded:
     n = min(len(whole), settings.limit)
     data = whole.subset(np.sort(np.random.default_rng([settings.seed, 2]).permutation(len(whole))[:n]).tolist())
     device = distributed.start(settings.device)
-    model = load_model(settings.model, settings.pretrained)
+    model = load_clip(settings.model, settings.pretrained)
     notes = []
-    known = model.facts.get("data")
+    known = model.metadata.get("data")
     trained_on = known.get("key") if isinstance(known, dict) else None
     if trained_on == whole.fingerprint():
         notes.append(SEEN.format("images") + "; of a run with --val-holdout N, --split 'train[holdout N]' is unseen")
@@ -183,13 +183,13 @@ def _encode_clip(settings: AdviseConfig, folder: Path) -> Encoded:
     first, second = torch.from_numpy(arrays["first"]), torch.from_numpy(arrays["second"])
     pairs = arrays["pairs"]
     matched = Matched(("image", "text"), first, second, pairs, np.ones(len(pairs)), arrays["owner"])
-    scale = model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
+    scale = model.metadata.get("effective_scale") or model.loaded_scale or SCALE_INIT
     if len(first) < n:
         notes.append(f"{n - len(first)} images that cannot be read were left out")
     about = {"path": settings.data, "split": whole.split, "key": key["data"], "n_images": len(first),
              "n_texts": len(second), "of_images": len(whole)}  # fmt: skip
     told = {"name": settings.model, "pretrained": settings.pretrained, "key": key["model"], "dim": first.shape[1],
-            "norm": model.facts.get("norm")}  # fmt: skip
+            "norm": model.metadata.get("norm")}  # fmt: skip
     return Encoded(matched, None, None, min(float(scale), 100.0), told, about, notes)
 
 

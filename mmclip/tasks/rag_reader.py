@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mmclip.errors import UserError, printable
-from mmclip.models.text_weights import quiet
+from mmclip.models.text_encoder import quiet
 from mmclip.tasks.rag import Prompt, Template, TooLong, fit
 
 UNLIMITED = 10**9  # tokenizers that know no limit name a number above it

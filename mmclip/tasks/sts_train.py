@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmclip.config.sts import AUTO, PAPER_SCALE, StsConfig
 from mmclip.errors import UserError, printable
-from mmclip.models.text_encoder import ROLES, TextModel
+from mmclip.models.text_encoder import ROLES, TextEncoder
 from mmclip.similarity import Direction, Normalization, RoleSimilarity
 from mmclip.tasks.sts import StsPairs, pair_scores, require_order, same_sentence
 from mmclip.training.optimizer import learning_rate_factor, set_learning_rate, warmup_steps
@@ -143,7 +143,7 @@ def without_sentences_of(pairs: StsPairs, others: StsPairs) -> StsPairs:
 
 
 def train_pairs(
-    model: TextModel,
+    model: TextEncoder,
     norm: str,
     pairs: StsPairs,
     settings: StsConfig,
@@ -202,8 +202,8 @@ def _optimizer(trained: nn.Module, loss: RoleMSELoss, settings: StsConfig) -> to
     return torch.optim.AdamW([{**g, "lr": g["peak_lr"]} for g in groups if g["params"]])
 
 
-def _features(model: TextModel, pairs: StsPairs, rows: list[int]) -> list[dict[str, Tensor]]:
-    """Tokens of both sides of some pairs, cut and prompted by role as TextModel.encode does."""
+def _features(model: TextEncoder, pairs: StsPairs, rows: list[int]) -> list[dict[str, Tensor]]:
+    """Tokens of both sides of some pairs, cut and prompted by role as TextEncoder.encode does."""
     encoder, found = model.encoder, []
     own = encoder.max_seq_length
     for role, side in zip(ROLES, (pairs.first, pairs.second), strict=True):

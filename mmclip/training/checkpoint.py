@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from mmclip.errors import UserError, printable, reason
 from mmclip.io import megabytes, remove_partials, require_space, write_atomically, write_text_atomically
-from mmclip.models.factory import Model
+from mmclip.models.factory import ClipModel
 from mmclip.training.resume import FORMAT
 
 LATEST = "latest"  # a text file that names the newest checkpoint
@@ -48,7 +44,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
     return path
 
 
-def require_checkpoint_space(folder: Path, model: Model, keep: int) -> None:
+def require_checkpoint_space(folder: Path, model: ClipModel, keep: int) -> None:
     """Refuse before training what could not be saved: ``keep`` checkpoints, one more while it is written, the export.
 
     Errors: UserError naming sizes and folder.
@@ -109,35 +105,3 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path}: not an mmclip training checkpoint (model weights go to --pretrained)")
     return state
-
-
-def export_model(folder: Path, model: Model, log_alpha: float, facts: dict[str, Any]) -> None:
-    """Write the trained model as a folder that open_clip opens as ``local-dir:FOLDER`` and mmclip by its name.
-
-    open_clip_config.json and open_clip_model.safetensors hold a plain CLIP (``logit_scale`` = ``log_alpha``);
-    mmclip.json holds what plain CLIP has no place for: loss, normalization, exponents, alpha of each direction. A
-    Hugging Face text tower's config and tokenizer are put beside them, and ``hf_model_name`` is "." there: mmclip
-    resolves it to the folder; stock open_clip does so when started inside the folder.
-    """
-    clip: Any = model.towers.clip
-    with torch.no_grad():
-        clip.logit_scale.fill_(log_alpha)
-    weights: dict[str, Tensor] = {k: v.detach().cpu().contiguous() for k, v in clip.state_dict().items()}
-
-    def write(partial: Path) -> None:
-        partial.mkdir()
-        model_cfg = json.loads(json.dumps(model.towers.model_cfg))
-        if "hf_model_name" in model_cfg["text_cfg"]:
-            model_cfg["text_cfg"] |= {"hf_model_name": ".", "hf_model_pretrained": False}
-            clip.text.config.save_pretrained(partial)
-        if "hf_tokenizer_name" in model_cfg["text_cfg"]:
-            model_cfg["text_cfg"]["hf_tokenizer_name"] = "."
-            model.tokenize.save_pretrained(str(partial))
-        config = {"model_cfg": model_cfg, "preprocess_cfg": model.preprocess_cfg}
-        (partial / "open_clip_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_file(weights, str(partial / "open_clip_model.safetensors"), metadata={"format": "pt"})
-        shutil.copymode(partial / "open_clip_config.json", partial / "open_clip_model.safetensors")  # it is made 0600
-        (partial / "mmclip.json").write_text(json.dumps(facts, indent=2, allow_nan=False), encoding="utf-8")
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder, write, "free some space and repeat the end of the run with --resume latest")

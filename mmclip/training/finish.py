@@ -17,12 +17,13 @@ from mmclip.evaluation.eval_source import EvalSource
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results, save_results
 from mmclip.evaluation.zero_shot import ZeroShot, told_zero_shot
-from mmclip.models import metadata as facts
-from mmclip.models.factory import Model
+from mmclip.models import metadata
+from mmclip.models.export import export_clip
+from mmclip.models.factory import ClipModel
+from mmclip.models.metadata import native_exponents, trained_directions, trained_scales
 from mmclip.reporting.tables import print_comparison, print_run
-from mmclip.retrieval.hubness import bank_side, native_exponents, trained_directions, trained_scales
+from mmclip.retrieval.hubness import bank_side
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents
-from mmclip.training import checkpoint as checkpoints
 from mmclip.training.log import progress_bar
 from mmclip.training.skipped import told
 from mmclip.training.trainer import Trainer
@@ -33,7 +34,7 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
     ``others`` (finished runs by name) beside this one's. Rank 0 only."""
     settings, loss, data = trainer.settings, trainer.loss, trainer.source.data
     trained = {
-        **facts.trained_with(loss, settings, trainer.model.initial),
+        **metadata.clip_metadata(settings, loss.similarity, loss.trained, trainer.model.initial),
         "data": {
             "path": data.path,
             "split": data.split,
@@ -47,10 +48,10 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
         "model": settings.model,
         "steps": trainer.step,
         "seed": settings.seed,
-        "versions": facts.versions(),
+        "versions": metadata.versions(),
     }
-    log_alpha = float(loss.similarity.logit_scale(facts.main_direction(loss)).detach())
-    checkpoints.export_model(trainer.folder / "model", trainer.model, log_alpha, about)
+    log_alpha = float(loss.similarity.logit_scale(metadata.main_direction(loss.trained)).detach())
+    export_clip(trainer.folder / "model", trainer.model, log_alpha, about)
     if trainer.skipped.why:
         print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
     print(f"model: {printable(trainer.folder / 'model')}", file=sys.stderr)
@@ -63,7 +64,7 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
         trainer.model,
         trainer.runner,
         trained,
-        {"model": settings.model, "seed": settings.seed, "versions": facts.versions()},
+        {"model": settings.model, "seed": settings.seed, "versions": metadata.versions()},
         classes=classes,
         bank=draw_bank(trainer.source, sorted(sides), settings.bank_size, trainer.model, trainer.runner, settings.seed),
         seed=settings.seed,
@@ -109,7 +110,7 @@ def print_report(name: str, folder: Path) -> None:
 
 def evaluate_source(
     source: EvalSource,
-    model: Model,
+    model: ClipModel,
     runner: Runner,
     trained: Mapping[str, Any],
     about: Mapping[str, Any],

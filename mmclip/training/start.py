@@ -21,8 +21,8 @@ from mmclip.evaluation.results import START_FILE, json_text
 from mmclip.evaluation.zero_shot import ZeroShot
 from mmclip.io import write_text_atomically
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
-from mmclip.models import metadata as facts
-from mmclip.retrieval.hubness import native_exponents
+from mmclip.models import metadata
+from mmclip.models.metadata import native_exponents
 from mmclip.similarity import CLIP_DIRECTIONS, TINY, Direction, mean_length_factors
 from mmclip.training.finish import evaluate_source
 from mmclip.training.trainer import Trainer
@@ -43,7 +43,7 @@ def measure_start(trainer: Trainer, classes: ZeroShot | None) -> None:
         return
     if distributed.world()[0] == 0 and trainer.val_source is not None:
         settings = trainer.settings
-        trained = facts.trained_with(trainer.loss, settings, trainer.model.initial)
+        trained = metadata.clip_metadata(settings, trainer.loss.similarity, trainer.loss.trained, trainer.model.initial)
         vectors = _training_pairs(trainer)
         alphas = _alphas(trainer, vectors)
         results = evaluate_source(
@@ -51,7 +51,7 @@ def measure_start(trainer: Trainer, classes: ZeroShot | None) -> None:
             trainer.model,
             trainer.runner,
             trained | {f"logit_scale_{d.value}": alphas[d] for d, weight in trainer.loss.weights.items() if weight > 0},
-            {"model": settings.model, "seed": settings.seed, "steps": 0, "versions": facts.versions()},
+            {"model": settings.model, "seed": settings.seed, "steps": 0, "versions": metadata.versions()},
             classes=classes,
             fisher=True,
             seed=settings.seed,

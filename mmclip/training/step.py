@@ -27,9 +27,8 @@ from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.losses import schedule as curriculum
 from mmclip.losses.contrastive import ContrastiveLoss, LossOutput, clip_loss
-from mmclip.models.factory import Model
-from mmclip.models.metadata import main_direction
-from mmclip.retrieval.hubness import native_exponents
+from mmclip.models.factory import ClipModel
+from mmclip.models.metadata import main_direction, native_exponents
 from mmclip.roles import direction_weights
 from mmclip.similarity import SCALE_INIT, Direction, Exponents, magnitude
 from mmclip.training.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
@@ -47,7 +46,7 @@ class Stepper:
     """Towers, loss and optimizer of a run, and ``take``: one step of them."""
 
     def __init__(
-        self, settings: TrainConfig, model: Model, loss: ContrastiveLoss, source: Source, runner: Runner
+        self, settings: TrainConfig, model: ClipModel, loss: ContrastiveLoss, source: Source, runner: Runner
     ) -> None:
         self.settings, self.model, self.towers, self.loss = settings, model, model.towers, loss
         self.source, self.runner = source, runner
@@ -89,7 +88,7 @@ class Stepper:
         changing = [*self.towers.buffers(), *self.loss.state_dict().values()]
         before = [t.clone() for t in changing]
         start = self.model.initial
-        if start and self.loss.similarity.is_calibrated(main_direction(self.loss)):
+        if start and self.loss.similarity.is_calibrated(main_direction(self.loss.trained)):
             start = {}
         scheduled = self.settings.gamma_schedule != "none"
         self.exponents = curriculum.exponents_at(self.settings, step, total_steps) if scheduled else None
@@ -202,7 +201,7 @@ class Stepper:
         """Scale, exponents and lengths, for metrics.jsonl."""
         numbers = {
             "lr": float(self.optimizer.param_groups[0]["lr"]),
-            "logit_scale": float(self.loss.similarity.scale(main_direction(self.loss))),
+            "logit_scale": float(self.loss.similarity.scale(main_direction(self.loss.trained))),
             **self._scales(),
         }
         if self.settings.i2t_weight_end is not None:
@@ -226,7 +225,7 @@ class Stepper:
     def _after_start(self, initial: dict[str, Any]) -> dict[str, Any]:
         """What the first batch made of the run that this one starts from: [there, here] by name, None for what was not
         trained there. A plain CLIP has one scale."""
-        there, here = self.model.facts, self._scales()
+        there, here = self.model.metadata, self._scales()
         plain = {n: 1.0 if n.startswith("gamma") else self.model.loaded_scale for n in here}
         pairs = {n: [(there or plain).get(n), v] for n, v in here.items()}
         return {**{k: initial[k] for k in ("run", "loss", "norm")}, **pairs}
@@ -250,18 +249,18 @@ class Stepper:
         }
 
 
-def initial_gammas(settings: TrainConfig, model: Model) -> float | tuple[float, float]:
+def initial_gammas(settings: TrainConfig, model: ClipModel) -> float | tuple[float, float]:
     """What learned exponents start with: those of the learned run that the model comes from by --init-from, a little
     inside where they are at their ends (which have no gradient), else the flag's."""
     if model.initial.get("norm") != "learned":
         return settings.gamma_init
-    gamma_q, gamma_d = (min(max(float(g), 1e-3), 1 - 1e-3) for g in native_exponents(model.facts))
+    gamma_q, gamma_d = (min(max(float(g), 1e-3), 1 - 1e-3) for g in native_exponents(model.metadata))
     return gamma_q, gamma_d
 
 
-def build_loss(settings: TrainConfig, model: Model) -> ContrastiveLoss:
+def build_loss(settings: TrainConfig, model: ClipModel) -> ContrastiveLoss:
     """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
-    scale = settings.logit_scale_init or model.facts.get("effective_scale") or model.loaded_scale or SCALE_INIT
+    scale = settings.logit_scale_init or model.metadata.get("effective_scale") or model.loaded_scale or SCALE_INIT
     return clip_loss(
         settings.loss,
         settings.norm,

@@ -25,11 +25,11 @@ from mmclip.errors import printable
 from mmclip.evaluation.results import START_FILE, json_text, save_results
 from mmclip.evaluation.text_evaluation import evaluate_text
 from mmclip.io import write_text_atomically
-from mmclip.losses.sentence_transformers import text_facts
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
-from mmclip.models import metadata as facts
-from mmclip.models.text_encoder import COSINE_LIKE, TextModel, save_text_model
-from mmclip.models.text_open import encoding
+from mmclip.models import metadata
+from mmclip.models.export import export_text
+from mmclip.models.metadata import text_metadata
+from mmclip.models.text_encoder import TextEncoder, encoding
 from mmclip.similarity import TINY, Direction, mean_length_factors
 from mmclip.training.text_trainer import require_finite
 from mmclip.training.text_training import Run, exponents_of
@@ -42,7 +42,7 @@ class Evaluations:
     """Vectors of collections; documents that the one before had, too, as another split of a corpus has, are not encoded
     again."""
 
-    def __init__(self, settings: TextTrainConfig, model: TextModel) -> None:
+    def __init__(self, settings: TextTrainConfig, model: TextEncoder) -> None:
         self.settings, self.model = settings, model
         self.documents: list[str] = []
         self.vectors = torch.zeros(0, 0)
@@ -68,13 +68,13 @@ def about(settings: TextTrainConfig, run: Run, pairs: TrainingPairs, steps: int)
         **encoding(model),
         "seed": settings.seed,
         "steps": steps,
-        "versions": facts.versions(),
+        "versions": metadata.versions(),
     }
 
 
 def how_to_score(norm: str, gamma_d: float) -> str:
     """In words, for whoever finds the model."""
-    if norm in COSINE_LIKE:
+    if norm in ("cosine", "dnorm"):
         return "rank documents by cosine"
     if norm != "learned":
         return "rank documents by the dot product of raw vectors: their length is part of the score, so divide by none"
@@ -99,7 +99,7 @@ def measure_start(run: Run, pairs: TrainingPairs, val: Sequence[TextCollection],
     asked, answers, rows = _training_vectors(run, pairs)
     lengths = float(mean_length_factors(asked[rows[0]], answers[rows[1]], native).prod())
     alpha = settings.logit_scale_init / max(lengths, TINY)  # what a first batch of these would set
-    trained = text_facts(loss, settings)
+    trained = text_metadata(settings, loss.loss.similarity, loss.loss.trained)
     if Direction.Q2D in loss.loss.trained:
         trained["logit_scale_q2d"] = alpha
     known = about(settings, run, pairs, 0) | {"trained_with": trained}
@@ -170,7 +170,7 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
     require_finite(run.model.encoder, run.step)
     settings, native = run.settings, exponents_of(run.loss)
     seconds = run.seconds
-    trained = text_facts(run.loss, settings)
+    trained = text_metadata(settings, run.loss.loss.similarity, run.loss.loss.trained)
     known = about(settings, run, pairs, run.step)
     said = {
         **trained,
@@ -180,7 +180,7 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
     }
     run.trainer.accelerator.unwrap_model(run.trainer.model_wrapped, keep_fp32_wrapper=False)  # autocast ends here
     run.model.encoder.eval()
-    save_text_model(run.model, run.folder / MODEL_FOLDER, said)
+    export_text(run.folder / MODEL_FOLDER, run.model, said)
     print(f"model: {printable(run.folder / MODEL_FOLDER)} ({said['scoring']})", file=sys.stderr, flush=True)
     if not val:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate_text.py", file=sys.stderr)

@@ -24,8 +24,7 @@ from mmclip.config.text import TextTrainConfig
 from mmclip.errors import UserError, printable
 from mmclip.io import write_atomically
 from mmclip.losses.sentence_transformers import RoleRankingLoss, load_loss, save_loss
-from mmclip.models.text_encoder import TextModel
-from mmclip.models.text_weights import quiet
+from mmclip.models.text_encoder import TextEncoder, quiet
 
 KEPT = 2  # checkpoints
 PROGRESS_FILE = "mmclip_run.json"  # in a checkpoint: its step, the seconds trained, the number of processes
@@ -37,7 +36,7 @@ class RoleCollator:
 
     valid_label_columns = ("label",)  # the trainer asks for them
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: TextEncoder) -> None:
         self.model = model
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class EpochBatches(DefaultBatchSampler):
 class TextTrainer(SentenceTransformerTrainer):
     """The trainer; what it says and keeps is the run's own affair (``Run``)."""
 
-    def __init__(self, settings: TextTrainConfig, model: TextModel, loss: RoleRankingLoss, dataset: Any,
+    def __init__(self, settings: TextTrainConfig, model: TextEncoder, loss: RoleRankingLoss, dataset: Any,
                  folder: Path, total_steps: int, device: torch.device) -> None:  # fmt: skip
         arguments = SentenceTransformerTrainingArguments(
             output_dir=str(folder),

@@ -24,7 +24,7 @@ from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError
 from mmclip.evaluation.text_evaluation import quick_numbers
 from mmclip.losses.sentence_transformers import RoleRankingLoss
-from mmclip.models.text_encoder import TextModel
+from mmclip.models.text_encoder import TextEncoder
 from mmclip.similarity import Direction, Exponents
 from mmclip.training.log import METRICS, RunLog
 from mmclip.training.monitors import TEXT_ADVICE, Alarm, Alarms
@@ -47,7 +47,7 @@ class Run(TrainerCallback):
         self,
         settings: TextTrainConfig,
         folder: Path,
-        model: TextModel,
+        model: TextEncoder,
         trainer: TextTrainer,
         held_out: TextCollection | None,
         steps_per_epoch: int,

@@ -26,7 +26,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.io import write_text_atomically
 from mmclip.losses import schedule as curriculum
-from mmclip.models.factory import Model
+from mmclip.models.factory import ClipModel
 from mmclip.training import checkpoint as checkpoints
 from mmclip.training import failures, resume
 from mmclip.training.log import RunLog
@@ -47,7 +47,7 @@ class Trainer:
         self,
         settings: TrainConfig,
         folder: Path,
-        model: Model,
+        model: ClipModel,
         source: Source,
         val_source: EvalSource | None,
         runner: Runner,

@@ -23,7 +23,8 @@ from mmclip.embeddings.serving import (
     recall_at_k,
 )
 from mmclip.errors import UserError
-from mmclip.retrieval.hubness import log_evidence, native_exponents, reversed_exponents
+from mmclip.models.metadata import native_exponents
+from mmclip.retrieval.hubness import log_evidence, reversed_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Direction, Exponents, Normalization, normalize, score
 

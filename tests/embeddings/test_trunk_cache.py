@@ -15,7 +15,7 @@ from mmclip.embeddings import trunk_cache
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.errors import UserError
-from mmclip.models.factory import Model, build_model
+from mmclip.models.factory import ClipModel, build_model
 from tests.data.test_data import good, jpeg, write_tar
 from tests.helpers.tiny import ROOT
 
@@ -23,7 +23,7 @@ RUNNER = Runner(torch.device("cpu"), batch_size=4, progress=False)
 
 
 @pytest.fixture
-def model(tiny_model: Path) -> Model:
+def model(tiny_model: Path) -> ClipModel:
     torch.manual_seed(0)
     model = build_model(str(tiny_model))
     model.towers.lock("image")
@@ -41,7 +41,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trunk_cache, "PART_ROWS", {"image": 4, "text": 8})
 
 
-def fill(side: str, model: Model, data: ImageTextData, folder: Path) -> torch.Tensor:
+def fill(side: str, model: ClipModel, data: ImageTextData, folder: Path) -> torch.Tensor:
     features, bad = trunk_cache.cached_trunk(side, model, data, folder, RUNNER, "test")
     assert not bad
     return features
@@ -49,7 +49,7 @@ def fill(side: str, model: Model, data: ImageTextData, folder: Path) -> torch.Te
 
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_cached_outputs_through_the_head_are_the_towers_features(
-    model: Model, data: ImageTextData, tmp_path: Path, side: str
+    model: ClipModel, data: ImageTextData, tmp_path: Path, side: str
 ) -> None:
     features = fill(side, model, data, tmp_path / "cache")
     if side == "image":
@@ -61,7 +61,7 @@ def test_cached_outputs_through_the_head_are_the_towers_features(
 
 
 def test_an_interrupted_fill_goes_on_where_it_stopped(
-    model: Model, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ClipModel, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = fill("image", model, data, tmp_path / "whole")
     ran: list[range] = []
@@ -82,7 +82,7 @@ def test_an_interrupted_fill_goes_on_where_it_stopped(
 
 
 def test_another_trunk_transform_tokenizer_or_data_has_another_key(
-    model: Model, data: ImageTextData, tiny_model: Path
+    model: ClipModel, data: ImageTextData, tiny_model: Path
 ) -> None:
     keys = {side: trunk_cache.cache_key(side, model, data) for side in ("image", "text")}
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_another_trunk_transform_tokenizer_or_data_has_another_key(
     assert trunk_cache.cache_key("image", model, data.subset([1, 2])) != trunk_cache.cache_key("image", model, data)
 
 
-def test_unreadable_pictures_leave_the_data(model: Model, tmp_path: Path) -> None:
+def test_unreadable_pictures_leave_the_data(model: ClipModel, tmp_path: Path) -> None:
     members = [("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny"), *good(5)]
     data = open_data(str(write_tar(tmp_path / "1.tar", members)))
     for _ in range(2):  # computed, then from disk
@@ -107,14 +107,14 @@ def test_unreadable_pictures_leave_the_data(model: Model, tmp_path: Path) -> Non
         assert torch.isfinite(source.cached["image"]).all()
 
 
-def test_a_part_of_the_wrong_size_is_computed_again(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+def test_a_part_of_the_wrong_size_is_computed_again(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
     whole = fill("text", model, data, tmp_path)
     (part,) = tmp_path.rglob("part-00001.safetensors")
     part.write_bytes(next(iter(tmp_path.rglob("part-00002.safetensors"))).read_bytes())
     assert torch.equal(fill("text", model, data, tmp_path), whole)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="--cache-dir") as error:
         fill("image", model, data, tmp_path / "file")
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(model: Model, data: ImageTe
 
 
 def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
-    model: Model, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ClipModel, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Source.open(data, model, RUNNER, tmp_path / "cache", "whole")
     train, held = data.holdout(3)
@@ -138,7 +138,7 @@ def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_only_the_parts_that_hold_rows_are_computed(model: Model, data: ImageTextData, tmp_path: Path) -> None:
+def test_only_the_parts_that_hold_rows_are_computed(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
     Source.open(data.subset([0, 9]), model, RUNNER, tmp_path, "ends")
     names = sorted(p.name for p in tmp_path.glob("image-*/*.safetensors"))
     assert names == ["part-00000.safetensors", "part-00002.safetensors"]
@@ -146,7 +146,9 @@ def test_only_the_parts_that_hold_rows_are_computed(model: Model, data: ImageTex
     assert len(list(tmp_path.glob("image-*/*.safetensors"))) == 3, "the same cache, filled up"
 
 
-def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_stay(model: Model, tmp_path: Path) -> None:
+def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_stay(
+    model: ClipModel, tmp_path: Path
+) -> None:
     members = [*good(3), ("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny\nz")]
     data = open_data(str(write_tar(tmp_path / "1.tar", members)))
     source = Source.open(data.permute(0), model, RUNNER, tmp_path / "cache", "test")

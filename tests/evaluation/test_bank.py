@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.commands.evaluate import load_model
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
@@ -16,14 +15,14 @@ from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.bank import draw_bank, saved_bank
-from mmclip.models.factory import Model
+from mmclip.models.factory import ClipModel, load_clip
 
 RUNNER = Runner(torch.device("cpu"), batch_size=16, progress=False)
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path) -> Model:
-    return load_model(str(tiny_model))
+def model(tiny_model: Path) -> ClipModel:
+    return load_clip(str(tiny_model))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def test(tiny_data: Path) -> ImageTextData:
     return open_data(str(tiny_data), "test", "eval")
 
 
-def test_the_bank_holds_rows_of_the_data_drawn_by_the_seed(model: Model, train: ImageTextData) -> None:
+def test_the_bank_holds_rows_of_the_data_drawn_by_the_seed(model: ClipModel, train: ImageTextData) -> None:
     source = Source(train)
     whole = source.embed(model, RUNNER, "all")
     every = {"image": whole.image, "text": whole.text}
@@ -50,12 +49,12 @@ def test_the_bank_holds_rows_of_the_data_drawn_by_the_seed(model: Model, train: 
     assert torch.equal(again, bank.vectors["text"]) and not torch.equal(other, again)
 
 
-def test_a_bank_larger_than_its_data_is_all_of_it(model: Model, train: ImageTextData) -> None:
+def test_a_bank_larger_than_its_data_is_all_of_it(model: ClipModel, train: ImageTextData) -> None:
     bank = draw_bank(Source(train), ("image",), 10_000, model, RUNNER)
     assert len(bank.vectors["image"]) == len(train)
 
 
-def test_cached_trunk_outputs_give_the_same_bank(model: Model, train: ImageTextData, tmp_path: Path) -> None:
+def test_cached_trunk_outputs_give_the_same_bank(model: ClipModel, train: ImageTextData, tmp_path: Path) -> None:
     model.towers.lock("text")
     try:
         cached = Source.open(train, model, RUNNER, tmp_path, "bank")
@@ -68,13 +67,13 @@ def test_cached_trunk_outputs_give_the_same_bank(model: Model, train: ImageTextD
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
-def test_the_evaluation_set_is_no_bank_under_any_name(model: Model, test: ImageTextData, side: str) -> None:
+def test_the_evaluation_set_is_no_bank_under_any_name(model: ClipModel, test: ImageTextData, side: str) -> None:
     part = dataclasses.replace(test.subset(range(5, 15)), path="elsewhere")
     with pytest.raises(UserError, match=r"elsewhere is the evaluation set, or a part of it.*transductive"):
         draw_bank(Source(part), (side,), 50, model, RUNNER, evaluated=test)
 
 
-def test_captions_that_both_have_are_counted(model: Model, train: ImageTextData, test: ImageTextData) -> None:
+def test_captions_that_both_have_are_counted(model: ClipModel, train: ImageTextData, test: ImageTextData) -> None:
     known = {c for image in test.captions for c in image}
     expected = sum(c in known for image in train.captions for c in image)
     bank = draw_bank(Source(train), ("text",), 10_000, model, RUNNER, evaluated=test)
@@ -82,7 +81,7 @@ def test_captions_that_both_have_are_counted(model: Model, train: ImageTextData,
 
 
 def test_an_image_that_cannot_be_read_is_left_out_of_the_bank(
-    model: Model, train: ImageTextData, tmp_path: Path
+    model: ClipModel, train: ImageTextData, tmp_path: Path
 ) -> None:
     damaged = train.subset(range(12))
     (tmp_path / "bad.jpg").write_bytes(b"no picture")

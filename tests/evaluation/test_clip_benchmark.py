@@ -18,8 +18,8 @@ from torch.nn.functional import normalize as unit
 from mmclip import load_model
 from mmclip.errors import UserError
 from mmclip.evaluation.clip_benchmark import accuracy, main
+from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
-from mmclip.training.checkpoint import export_model
 from tests.helpers.benchmarking import (
     COLOURS,
     OURS,
@@ -71,7 +71,7 @@ def test_classification_with_several_templates_equals_a_naive_float64_computatio
         pictures = torch.stack([model.transform()(Image.new("RGB", (32, 32), names[i % 6])) for i in range(40)])
         image = model.towers(image=pictures)[0].double()
         text = torch.stack([model.towers(text=model.tokenize([t.format(c=c) for t in templates]))[1] for c in names])
-    gamma_d = {"cosine": 1.0, "native": model.facts["gamma_d"]}.get(scoring, 0.0)
+    gamma_d = {"cosine": 1.0, "native": model.metadata["gamma_d"]}.get(scoring, 0.0)
     vectors = (text.double() / text.double().norm(dim=-1, keepdim=True) ** gamma_d).mean(1)
     if scoring == "cosine":
         vectors = unit(vectors, dim=-1)
@@ -145,7 +145,7 @@ def test_photos_through_real_trunks_equal_stock_by_cosine_and_mmclip_natively(
     trunks = {"image_trunk": str(shared / "models" / "tf_efficientnet_lite0.safetensors"),
               "text_trunk": str(shared / "models" / "all-MiniLM-L6-v2")}  # fmt: skip
     model = tmp_path / "model"
-    export_model(model, build_model("effnet_lite0-minilm.json", **trunks), 2.0, {"gamma_q": 1.0, "gamma_d": 0.0})
+    export_clip(model, build_model("effnet_lite0-minilm.json", **trunks), 2.0, {"gamma_q": 1.0, "gamma_d": 0.0})
     root = first_samples(shared / "data" / name, split, tmp_path / name, samples)
     found = {scoring: ours(root, model, scoring, tmp_path, "--split", split) for scoring in ("cosine", "native")}
     monkeypatch.setattr(classification, "accuracy", accuracy)  # or stock stops, with this numpy

@@ -18,7 +18,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.evaluation.text_evaluation import TextEvaluation, evaluate_text, native_scoring, quick_numbers
 from mmclip.metrics import rank as metrics
-from mmclip.models.text_encoder import TextModel, load_text_model
+from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Exponents, Normalization, score
 
@@ -180,8 +180,8 @@ def test_one_line_errors() -> None:
 
 
 def test_how_a_model_is_scored_is_what_it_says() -> None:
-    def of(said: str, removed=(), facts=None) -> TextModel:
-        return TextModel(SimpleNamespace(similarity_fn_name=said), "m", list(removed), facts or {})
+    def of(said: str, removed=(), facts=None) -> TextEncoder:
+        return TextEncoder(SimpleNamespace(similarity_fn_name=said), "m", list(removed), facts or {})
 
     trained = {"gamma_q": 0.4, "gamma_d": 0.0, "logit_scale_q2d": 7.5}
     assert native_scoring(of("dot", facts=trained)) == (Exponents(0.4, 0.0), 7.5)

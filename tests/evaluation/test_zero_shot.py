@@ -17,9 +17,9 @@ from mmclip import load_model
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError
 from mmclip.evaluation.zero_shot import ZeroShot, class_documents, classify, open_classes
+from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
 from mmclip.similarity import Exponents, Normalization
-from mmclip.training.checkpoint import export_model
 from tests.data.test_data import write_tar
 from tests.helpers.benchmarking import COLOURS, OURS, flags, metrics_of
 from tests.helpers.tiny import run_script
@@ -68,7 +68,7 @@ def test_equal_classes_tie_against_the_model_and_one_picture_has_no_interval() -
 def test_cosine_is_clip_benchmarks_accuracy_on_real_photos(shared: Path, tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("clip_benchmark")
     torch.manual_seed(0)
-    export_model(tmp_path / "model", build_model(str(tiny_model)), 2.0, {"gamma_q": 1.0, "gamma_d": 0.0})
+    export_clip(tmp_path / "model", build_model(str(tiny_model)), 2.0, {"gamma_q": 1.0, "gamma_d": 0.0})
     data, model = shared / "data" / "cifar10_small", load_model(str(tmp_path / "model"))
     found = ZeroShot.open(open_classes(str(data)), model, RUNNER).measure(model, RUNNER, Exponents(1.0, 0.0))
     assert (found["n_classes"], found["n_images"], found["skipped"]) == (10, 1000, {})
@@ -88,7 +88,7 @@ def test_cosine_is_stock_clip_benchmark_whatever_the_templates(
     """The file that clip-benchmark writes for mmclip by cosine is held against stock in test_clip_benchmark.py."""
     pytest.importorskip("clip_benchmark")
     model = load_model(str(learned_run))
-    native = Exponents(model.facts["gamma_q"], model.facts["gamma_d"])
+    native = Exponents(model.metadata["gamma_q"], model.metadata["gamma_d"])
     found = ZeroShot.open(open_classes(str(classes)), model, RUNNER).measure(model, RUNNER, native)
     for scoring in ("cosine", "dot", "native"):
         output = tmp_path / f"{scoring}.json"

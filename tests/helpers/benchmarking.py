@@ -20,7 +20,7 @@ from mmclip.embeddings.encode import Runner
 from mmclip.evaluation.clip_benchmark import main
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.metrics import rank as metrics
-from mmclip.retrieval.hubness import native_exponents
+from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization, score
 from tests.helpers.tiny import run_script
@@ -115,7 +115,7 @@ def assert_equal_within_ties(found: dict[str, float], run: Path, data: Path, sco
     model, runner = load_model(str(run)), Runner(torch.device("cpu"), progress=False)
     opened = open_data(str(data), purpose="eval")
     rows = EvalSource.open(opened, {}, model, runner).eval_data(model, runner)
-    exponents = native_exponents(model.facts) if scoring == "native" else Normalization(scoring).exponents
+    exponents = native_exponents(model.metadata) if scoring == "native" else Normalization(scoring).exponents
     tied = {}
     for direction in CLIP_DIRECTIONS:
         query, document = direction.roles({"image": rows.image, "text": rows.text})

@@ -27,7 +27,7 @@ from mmclip.data.loading import Batch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.losses.contrastive import clip_loss
-from mmclip.models.factory import Model, build_model
+from mmclip.models.factory import ClipModel, build_model
 from mmclip.training import resume
 from mmclip.training.step import NotFinite, Stepper
 from tests.helpers.tiny import MODEL
@@ -82,7 +82,7 @@ class Odd(nn.Module):
 class Live:
     """Stands in for a Source: the batch's own tensors, or what the trunks make of them."""
 
-    def __init__(self, model: Model, from_trunk: bool) -> None:
+    def __init__(self, model: ClipModel, from_trunk: bool) -> None:
         self.plain = copy.deepcopy(model.towers).eval() if from_trunk else None
 
     def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
@@ -115,7 +115,7 @@ def config(folder: Path, kind: str) -> Path:
 
 
 @functools.cache
-def built(path: Path) -> Model:
+def built(path: Path) -> ClipModel:
     torch.manual_seed(0)
     model = build_model(str(path))
     if (words := getattr(model.towers.clip, "token_embedding", None)) is not None:  # 49408 rows: most of the time
@@ -123,7 +123,7 @@ def built(path: Path) -> Model:
     return model
 
 
-def build(folder: Path, case: Case) -> Model:
+def build(folder: Path, case: Case) -> ClipModel:
     found = built(folder / f"{'native' if case.model == 'odd' else case.model}.json")
     model = dataclasses.replace(found, towers=copy.deepcopy(found.towers))
     if case.model == "odd":

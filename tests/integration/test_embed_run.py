@@ -24,15 +24,16 @@ from mmclip.errors import UserError
 from mmclip.evaluation.bank import draw_bank
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.evaluation.evaluate import evaluate
-from mmclip.models.factory import Model
-from mmclip.retrieval.hubness import log_evidence, native_exponents
+from mmclip.models.factory import ClipModel
+from mmclip.models.metadata import native_exponents
+from mmclip.retrieval.hubness import log_evidence
 from tests.helpers.tiny import run_script
 
 RUNNER = Runner(torch.device("cpu"), progress=False)
 BANK_SIZE = 40
 
 
-def bank_of(data: Path, side: str, model: Model, size: int) -> torch.Tensor:
+def bank_of(data: Path, side: str, model: ClipModel, size: int) -> torch.Tensor:
     source = Source.open(open_data(str(data), "train"), model, RUNNER, None, "bank")
     return draw_bank(source, [side], size, model, RUNNER).vectors[side]
 
@@ -54,17 +55,17 @@ def saved(written: Path) -> SavedEmbeddings:
 
 
 @pytest.fixture(scope="module")
-def model(learned_run: Path) -> Model:
+def model(learned_run: Path) -> ClipModel:
     return load_model(str(learned_run))
 
 
-def test_the_file_is_evaluated_as_the_model_is(saved: SavedEmbeddings, model: Model, tiny_data: Path) -> None:
+def test_the_file_is_evaluated_as_the_model_is(saved: SavedEmbeddings, model: ClipModel, tiny_data: Path) -> None:
     main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
     live = EvalSource.open(main, {"distractors": extra}, model, RUNNER).eval_data(model, RUNNER)
     data = saved.eval_data()
     assert data.fingerprint() == live.fingerprint()
     native = native_exponents(saved.facts)
-    assert native == native_exponents(model.facts)
+    assert native == native_exponents(model.metadata)
     found, wanted = (evaluate(d, native, {}, resamples=20).json for d in (data, live))
     assert found == wanted and set(found["pools"]) == {"full", "distractors"}
 
@@ -75,13 +76,13 @@ def test_ids_are_the_images_with_a_number_for_each_caption(saved: SavedEmbedding
 
 
 def test_the_evidence_is_that_of_drawn_training_captions(
-    saved: SavedEmbeddings, model: Model, tiny_data: Path, learned_run: Path
+    saved: SavedEmbeddings, model: ClipModel, tiny_data: Path, learned_run: Path
 ) -> None:
-    assert saved.facts == model.facts and saved.model == str(learned_run)
-    alpha = model.facts["logit_scale_i2t"]
+    assert saved.facts == model.metadata and saved.model == str(learned_run)
+    alpha = model.metadata["logit_scale_i2t"]
     assert saved.alpha == {"i2t": alpha, "t2i": None}
     bank = bank_of(tiny_data, "text", model, BANK_SIZE)
-    wanted = log_evidence(saved.image, bank, native_exponents(model.facts), alpha)
+    wanted = log_evidence(saved.image, bank, native_exponents(model.metadata), alpha)
     assert torch.allclose(saved.evidence["t2i"], wanted, atol=1e-4)
     assert saved.bank["size"] == {"text": BANK_SIZE} and saved.bank["name"].endswith("[train]")
 

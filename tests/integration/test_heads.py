@@ -105,7 +105,7 @@ def test_export_with_a_hugging_face_tower_is_whole(
     shutil.move(tmp_path / "run" / "model", folder)
     shutil.rmtree(tmp_path / "run")
     model = load_model(str(folder))
-    assert 0.4 < model.facts["gamma_q"] < 0.6
+    assert 0.4 < model.metadata["gamma_q"] < 0.6
     captions = ["a dog runs", "two people on a beach at sunset"]
     ours = model.towers(text=model.tokenize(captions))[1]
     torch.save(ours.detach(), tmp_path / "ours.pt")

@@ -107,7 +107,7 @@ def test_two_ranks_train_like_one_process_on_the_joint_batch(
     for name, value in b.towers.state_dict().items():
         torch.testing.assert_close(value, start[name], rtol=1e-3, atol=2e-5, msg=name)
     for fact in ("gamma_q", "gamma_d", "logit_scale_i2t", "effective_scale_i2t"):
-        assert abs(a.facts[fact] / b.facts[fact] - 1) < 1e-4, fact
+        assert abs(a.metadata[fact] / b.metadata[fact] - 1) < 1e-4, fact
     lines = [len((tmp_path / n / "metrics.jsonl").read_text().splitlines()) for n in ("one", "two")]
     assert lines[0] == lines[1], "only rank 0 writes"
 
@@ -141,7 +141,7 @@ def test_two_ranks_follow_a_curriculum_like_one_process(tiny_data: Path, tiny_mo
     for name, value in b.towers.state_dict().items():
         torch.testing.assert_close(value, a.towers.state_dict()[name], rtol=1e-3, atol=2e-5, msg=name)
     for fact in ("logit_scale_i2t", "logit_scale_t2i", "effective_scale_i2t"):
-        assert abs(a.facts[fact] / b.facts[fact] - 1) < 1e-4, fact
+        assert abs(a.metadata[fact] / b.metadata[fact] - 1) < 1e-4, fact
 
 
 def test_a_signal_to_one_rank_saves_and_ends_them_all(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:

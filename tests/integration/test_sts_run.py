@@ -15,7 +15,7 @@ import torch
 from mmclip.commands.sts import run_sts
 from mmclip.config.sts import PAPER_SCALE, StsConfig, parse_sts
 from mmclip.errors import UserError
-from mmclip.models.text_encoder import TextModel, load_text_model
+from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.similarity import Direction, Normalization
 from mmclip.tasks.sts import StsPairs, open_sts, same_sentence
 from mmclip.tasks.sts_train import ResidualHead, RoleMSELoss, split_pairs, train_pairs, without_sentences_of
@@ -48,7 +48,7 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(tiny_text: Path) -> TextModel:
+def model(tiny_text: Path) -> TextEncoder:
     return load_text_model(str(tiny_text))
 
 
@@ -72,11 +72,11 @@ def settings(model: Path, file: Path, output: Path, **others: Any) -> StsConfig:
     return StsConfig(model=str(model), train=str(file), output=str(output), **about)
 
 
-def features(model: TextModel, pairs: StsPairs) -> list[dict[str, torch.Tensor]]:
+def features(model: TextEncoder, pairs: StsPairs) -> list[dict[str, torch.Tensor]]:
     return [dict(model.encoder.preprocess(side)) for side in (pairs.first, pairs.second)]
 
 
-def test_cosine_is_sentence_transformers_cosine_similarity_loss(model: TextModel, file: Path) -> None:
+def test_cosine_is_sentence_transformers_cosine_similarity_loss(model: TextEncoder, file: Path) -> None:
     from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 
     pairs = open_sts(file)
@@ -93,7 +93,7 @@ def test_cosine_is_sentence_transformers_cosine_similarity_loss(model: TextModel
 
 @pytest.mark.parametrize("norm", list(Normalization))
 @pytest.mark.parametrize("scale", [None, 0.3, "auto"])
-def test_value_is_the_papers_form(model: TextModel, norm: Normalization, scale: float | str | None) -> None:
+def test_value_is_the_papers_form(model: TextEncoder, norm: Normalization, scale: float | str | None) -> None:
     torch.manual_seed(0)
     q, d, y = 3 * torch.randn(9, 4), 2 * torch.randn(9, 4), torch.rand(9)
     loss = RoleMSELoss(model.encoder, norm, scale, effective_scale=0.5 if scale == "auto" else 1.0)
@@ -111,7 +111,7 @@ def test_value_is_the_papers_form(model: TextModel, norm: Normalization, scale: 
     assert trained == ({"gamma_hat_q", "gamma_hat_d"} if norm == "learned" else set())
 
 
-def test_loss_refuses_unit_vectors_and_scales_that_are_none(tiny_text: Path, model: TextModel) -> None:
+def test_loss_refuses_unit_vectors_and_scales_that_are_none(tiny_text: Path, model: TextEncoder) -> None:
     whole = load_text_model(str(tiny_text), keep_normalize=True)
     assert model.removed == ["Normalize"]
     assert RoleMSELoss(whole.encoder, "cosine").alpha == 1
@@ -122,7 +122,7 @@ def test_loss_refuses_unit_vectors_and_scales_that_are_none(tiny_text: Path, mod
             RoleMSELoss(model.encoder, "dot", scale)
 
 
-def test_it_trains_in_sentence_transformers_trainer(model: TextModel, file: Path, tmp_path: Path) -> None:
+def test_it_trains_in_sentence_transformers_trainer(model: TextEncoder, file: Path, tmp_path: Path) -> None:
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 

@@ -142,7 +142,7 @@ def test_gamma_moves_at_its_own_rate_alpha_not_at_all_and_a_finished_run_is_left
     assert other["data"]["split"] == "train" and results["data"]["split"] == "test"
     assert yaml.safe_load((folder / "config.yaml").read_text()) == settings.to_dict()
     saved = load_text_model(str(folder))
-    assert saved.removed == [] and saved.facts["gamma_q"] == facts["gamma_q"]
+    assert saved.removed == [] and saved.metadata["gamma_q"] == facts["gamma_q"]
     stamp = (folder / "results.json").stat().st_mtime_ns
     capsys.readouterr()
     train_text(make(**settings.to_dict() | {"resume": "latest"}))

@@ -148,7 +148,7 @@ def test_export_alone_serves_mmclip_and_stock_open_clip(run: Path, tiny_data: Pa
         image, text = ours.towers(preprocess(picture)[None], tokenizer(captions))
         assert torch.equal(image, theirs.encode_image(preprocess(picture)[None]))
         assert torch.equal(text, theirs.encode_text(tokenizer(captions)))
-    assert theirs.logit_scale.exp().item() == pytest.approx(ours.facts["logit_scale_i2t"], rel=1e-5)
+    assert theirs.logit_scale.exp().item() == pytest.approx(ours.metadata["logit_scale_i2t"], rel=1e-5)
     assert run_folder(str(run)) == run and run_folder(str(run / "model")) == run and run_folder(str(folder)) is None
 
 

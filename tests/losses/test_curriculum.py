@@ -19,7 +19,7 @@ from mmclip.config.loss import LossConfig
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.losses.schedule import as_step, check, exponents_at, i2t_weight_at, rate_factor, told
-from mmclip.models.metadata import trained_with
+from mmclip.models.metadata import clip_metadata
 from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
 from tests.helpers.tiny import run_script
 
@@ -128,7 +128,7 @@ def test_facts_say_what_was_used_and_nothing_else() -> None:
         loss = clip_loss(settings.loss, settings.norm, settings.i2t_weight, i2t_weight_end=end)
         loss(sides)
         loss.weights = dict.fromkeys(loss.weights, 0.5)  # where a schedule stands is not what it began with
-        return trained_with(loss, settings)
+        return clip_metadata(settings, loss.similarity, loss.trained)
 
     plain = of(norm="dot")
     moved = of(i2t_weight=1.0, i2t_weight_end=0.25, focal=2.0)
@@ -218,7 +218,7 @@ def test_a_run_that_is_cut_ends_where_the_whole_one_does(
         assert [x["gamma_d"] for x in whole_lines] == pytest.approx([1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0, 0])
         assert [x["i2t_weight"] for x in whole_lines] == pytest.approx([i / 8 for i in range(9)])
         assert all(x["norm_drift"] >= 0 for x in whole_lines) and whole_lines[-1]["norm_drift"] > 0
-    facts = load_model(str(tmp_path / "cut")).facts
+    facts = load_model(str(tmp_path / "cut")).metadata
     assert facts["gamma_schedule"] in flags and (facts["gamma_q"], facts["gamma_d"]) == norm.exponents
     assert facts["logit_scale_i2t"] and facts["logit_scale_t2i"]
     results = json.loads((tmp_path / "cut" / "results.json").read_text(encoding="utf-8"))
@@ -259,20 +259,20 @@ def test_a_run_starts_from_another_in_another_norm_with_its_scale_and_its_cache(
     first = lines(tmp_path / "x")[0]
     initial = first["initial"]
     assert (initial["run"], initial["loss"], initial["norm"]) == ("cosine", "sym", "cosine")
-    assert initial["effective_scale_i2t"] == pytest.approx([before.facts["effective_scale_i2t"]] * 2, rel=1e-5)
-    assert initial["logit_scale_i2t"][0] == before.facts["logit_scale_i2t"] != initial["logit_scale_i2t"][1]
+    assert initial["effective_scale_i2t"] == pytest.approx([before.metadata["effective_scale_i2t"]] * 2, rel=1e-5)
+    assert initial["logit_scale_i2t"][0] == before.metadata["logit_scale_i2t"] != initial["logit_scale_i2t"][1]
     assert initial["gamma_d"] == [1.0, 0.0 if norm == "dot" else pytest.approx(0.3)]
     assert "starting from cosine (sym loss, cosine): gamma_q 1 -> " in said
-    facts = after.facts["initial"]
+    facts = after.metadata["initial"]
     assert (facts["run"], facts["norm"], facts["seed"], len(facts["key"])) == ("cosine", "cosine", 3, 16)
-    assert str(tmp_path) not in json.dumps(facts) and after.facts["model"] == before.facts["model"]
+    assert str(tmp_path) not in json.dumps(facts) and after.metadata["model"] == before.metadata["model"]
     trunk = {k: v for k, v in before.towers.state_dict().items() if "visual.conv1" in k}
     assert trunk and all(torch.equal(v, after.towers.state_dict()[k]) for k, v in trunk.items())
 
 
 def test_a_learned_run_goes_on_with_its_gammas(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
     train(tiny_data, tiny_model, tmp_path, "a", "--norm", "learned", "--gamma-lr", 0.2, "--val-data", "none")
-    known = load_model(str(tmp_path / "a")).facts
+    known = load_model(str(tmp_path / "a")).metadata
     more = ["--init-from", tmp_path / "a", "--max-steps", 3]
     train(tiny_data, tiny_model, tmp_path, "b", "--norm", "learned", "--val-data", "none", *more)
     initial = lines(tmp_path / "b")[0]["initial"]

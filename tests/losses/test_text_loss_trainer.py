@@ -19,8 +19,8 @@ from mmclip.losses.sentence_transformers import (
     RoleRankingLoss,
     load_loss,
     save_loss,
-    text_facts,
 )
+from mmclip.models.metadata import text_metadata
 from mmclip.roles import Direction, direction_weights
 from tests.helpers.tiny_encoder import sentences, tiny_encoder
 
@@ -171,9 +171,11 @@ def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path,
     loss = RoleRankingLoss(
         tiny, direction_weights(name, text=True), given.norm, given.positives, given.logit_scale_init
     )
-    assert {v for k, v in text_facts(loss, given).items() if "scale" in k} == {None}, "no batch was seen"
+    assert {v for k, v in text_metadata(given, loss.loss.similarity, loss.loss.trained).items() if "scale" in k} == {
+        None
+    }, "no batch was seen"
     loss([tiny.preprocess(c) for c in sentences(5, 2)])
-    facts = text_facts(loss, given)
+    facts = text_metadata(given, loss.loss.similarity, loss.loss.trained)
     trained = {"q2d": ["q2d"], "d2q": ["d2q"], "both": ["q2d", "d2q"]}[name]
     for direction in ("q2d", "d2q"):
         alpha, effective = (facts.pop(f"{kind}_{direction}") for kind in ("logit_scale", "effective_scale"))
@@ -188,7 +190,10 @@ def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path,
     cached = CachedRoleRankingLoss(tiny, norm="dot", mini_batch_size=4, focal=2.0, norm_drift=0.5)
     config = cached.get_config_dict()
     assert config["weights"] == {"q2d": 1.0, "d2q": 0.0} and config["mini_batch_size"] == 4 and config["focal"] == 2.0
-    assert text_facts(cached, given)["focal"] == 2.0 and text_facts(cached, given)["norm_drift"] == 0.5
+    assert (
+        text_metadata(given, cached.loss.similarity, cached.loss.trained)["focal"] == 2.0
+        and text_metadata(given, cached.loss.similarity, cached.loss.trained)["norm_drift"] == 0.5
+    )
 
 
 @pytest.mark.parametrize(

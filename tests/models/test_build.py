@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from mmclip.errors import UserError
+from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
-from mmclip.training.checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint
+from mmclip.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from mmclip.training.resume import FORMAT
 from tests.helpers.tiny import MODEL
 
@@ -33,7 +34,7 @@ def test_a_registered_name_is_open_clips_own_model() -> None:
     theirs = open_clip.create_model("RN50")
     assert all(torch.equal(v, theirs.state_dict()[k]) for k, v in ours.towers.clip.state_dict().items())
     assert ours.preprocess_cfg == dict(theirs.visual.preprocess_cfg)
-    assert ours.loaded_scale is None and ours.facts == {}
+    assert ours.loaded_scale is None and ours.metadata == {}
 
 
 def test_json_with_preprocessing_and_forced_sizes(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_image_trunk_weights_come_from_a_local_file(tmp_path: Path, suffix: str)
 
 def test_siglip_models_are_supported_their_bias_cancels(tmp_path: Path) -> None:
     model = build_model(write(tmp_path / "m.json", {**MODEL, "init_logit_bias": -10.0}))
-    export_model(tmp_path / "out", model, 1.0, {"gamma_q": 1.0})
+    export_clip(tmp_path / "out", model, 1.0, {"gamma_q": 1.0})
     again = open_clip.create_model(f"local-dir:{tmp_path / 'out'}")
     assert again.logit_bias.item() == -10 and again.logit_scale.item() == 1.0
 
@@ -147,7 +148,7 @@ def test_a_checkpoint_of_damaged_weights_is_one_line(tmp_path: Path, scale: floa
         build_model(path, str(weights))
     for number in (torch.nan, torch.inf, 1e30):
         save_file({**state, "visual.proj": torch.full_like(state["visual.proj"], number)}, str(weights))
-        with pytest.raises(UserError, match=r"x\.safetensors: features whose length is not finite"):
+        with pytest.raises(UserError, match=r"x\.safetensors: features whose norm is not finite"):
             build_model(path, str(weights))
 
 

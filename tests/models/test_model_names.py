@@ -10,10 +10,10 @@ from typing import Any
 import open_clip
 import pytest
 
+from mmclip.config.model_config import check_sizes, read_json
 from mmclip.errors import UserError
+from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
-from mmclip.models.model_names import check_sizes, read_json
-from mmclip.training.checkpoint import export_model
 from tests.helpers.tiny import MODEL
 
 
@@ -77,7 +77,7 @@ def test_a_faulty_model_config_is_one_line(tmp_path: Path, content: str) -> None
         ("text_cfg", "tokenizer_kwargs", {"clean": "x"}, "cannot be loaded: Invalid clean function"),
         ("preprocess_cfg", "std", [0, 0, 0], "cannot be run: std evaluated to zero"),
         ("preprocess_cfg", "mean", "red", "cannot be run"),
-        ("preprocess_cfg", "mean", [1e300] * 3, "features whose length is not finite"),
+        ("preprocess_cfg", "mean", [1e300] * 3, "features whose norm is not finite"),
     ],
 )
 def test_sizes_and_parts_that_cannot_be_are_refused_before_they_cost(
@@ -111,8 +111,8 @@ def test_no_registered_model_is_refused_for_its_sizes() -> None:
     ],
 )
 def test_an_exports_facts_are_what_they_should_be(tmp_path: Path, facts: str, told: str) -> None:
-    export_model(tmp_path / "out", build_model(write(tmp_path / "m.json", MODEL)), 1.0, {"gamma_q": 1.0})
-    assert build_model(f"local-dir:{tmp_path / 'out'}").facts == {"gamma_q": 1.0}
+    export_clip(tmp_path / "out", build_model(write(tmp_path / "m.json", MODEL)), 1.0, {"gamma_q": 1.0})
+    assert build_model(f"local-dir:{tmp_path / 'out'}").metadata == {"gamma_q": 1.0}
     (tmp_path / "out" / "mmclip.json").write_text(facts, encoding="utf-8")
     with pytest.raises(UserError, match=r"mmclip\.json") as error:
         build_model(f"local-dir:{tmp_path / 'out'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from typing import Any
 
@@ -16,9 +15,7 @@ from PIL import Image
 from torch import nn
 from torchvision import transforms
 
-from mmclip.data.image_text import ImageTextData
-from mmclip.data.reading import read_images
-from mmclip.models.pixels import Pixels, as_bytes, least_side
+from mmclip.models.towers import Pixels, as_bytes
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "openai": {},
@@ -110,33 +107,3 @@ def test_a_convolutional_trunk_gets_channels_last_with_its_values_unchanged() ->
     assert last(batch).is_contiguous(memory_format=torch.channels_last)
     assert last(batch.float()).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(trunk(last(batch)), copy.deepcopy(trunk)(plain(batch)), atol=1e-5, rtol=1e-5)
-
-
-def jpeg(width: int, height: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.effect_noise((width, height), 40).convert("RGB").resize((width, height)).save(buffer, "JPEG")
-    return buffer.getvalue()
-
-
-def test_a_picture_is_decoded_smaller_only_as_far_as_its_smallest_crop_allows(tmp_path: Any) -> None:
-    places = []
-    for width, height in ((400, 300), (300, 400), (90, 80)):
-        path = tmp_path / f"{width}.jpg"
-        path.write_bytes(jpeg(width, height))
-        places.append((str(path), -1, 0))
-    data = ImageTextData("m", "s", ["a", "b", "c"], [["x"]] * 3, places)
-    crop = image_transform_v2(PreprocessCfg(size=32), True, AugmentationCfg(scale=(0.9, 1.0)))
-    least = least_side(crop)
-    assert least == 39, "32 / sqrt(0.9 * 3 / 4), rounded up"
-    assert [min(data.read_image(i, least).size) for i in range(3)] == [75, 75, 40]  # a quarter, a quarter, a half
-    assert [min(data.read_image(i).size) for i in range(3)] == [300, 300, 80]
-    assert data.read_image(0, 301).size == (400, 300), "a picture is never too small for it"
-    for seed in range(30):
-        torch.manual_seed(seed)
-        _, _, height, width = transforms.RandomResizedCrop.get_params(
-            torch.empty(3, least, least), crop.transforms[0].scale, crop.transforms[0].ratio
-        )
-        assert min(height, width) >= 32
-    assert least_side(image_transform_v2(PreprocessCfg(size=32), False)) == 32 and least_side(seeded) is None
-    _, read, _ = read_images(data, [0, 1], as_bytes(crop), None, least)
-    assert read is not None and read.shape == (2, 3, 32, 32)

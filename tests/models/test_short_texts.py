@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mmclip.embeddings.encode import Runner, encode_text
-from mmclip.models.factory import Model, build_model
-from mmclip.models.short_texts import shortened
+from mmclip.models.factory import ClipModel, build_model
+from mmclip.models.towers import shorten_tokens
 from tests.helpers.tiny import MODEL
 
 CAPTIONS = ["a dog", "two cats on a red mat", "a", "", "two cats on a red mat", "a dog and a very long lawn mower"]
@@ -28,7 +28,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-def build(folder: Path, change: dict[str, Any]) -> Model:
+def build(folder: Path, change: dict[str, Any]) -> ClipModel:
     text_cfg = MODEL["text_cfg"] | {"context_length": 32} | change.get("text_cfg", {})  # type: ignore[operator]
     path = folder / "m.json"
     path.write_text(json.dumps(MODEL | change | {"text_cfg": text_cfg}), encoding="utf-8")
@@ -79,7 +79,7 @@ def test_no_texts_and_full_ones(tmp_path: Path) -> None:
     assert model.towers.shortened(model.tokenize(["a"])[:0]).shape == (0, 32)
     assert model.tokens(["word " * 50]).shape == (1, 32)
     nine = model.tokenize(["one two three four five six seven"])
-    lengths = [shortened(model.towers.text_module, nine, multiple).shape[1] for multiple in (1, 8, 20, 40)]
+    lengths = [shorten_tokens(model.towers.text_module, nine, multiple).shape[1] for multiple in (1, 8, 20, 40)]
     assert lengths == [9, 16, 20, 32]
 
 

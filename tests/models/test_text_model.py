@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from mmclip.errors import UserError
-from mmclip.models import text_weights
-from mmclip.models.text_encoder import load_text_model, read_text_facts, resolve_model, save_text_model
+from mmclip.models import text_encoder
+from mmclip.models.export import export_text
+from mmclip.models.text_encoder import load_text_model, read_text_metadata, resolve_model
 from tests.helpers.texts import WORDS, make_bert, make_decoder
 
 TEXTS = [" ".join(WORDS[i : i + 1 + i % 5]) for i in range(12)]
@@ -199,17 +200,17 @@ def test_what_is_saved_is_loaded_by_sentence_transformers_and_by_a_run(bert: Pat
     run = tmp_path / "run"
     for norm, gamma_d, name in (("dnorm", 1.0, "cosine"), ("learned", 0.2, "dot"), ("qnorm", 0.0, "dot")):
         facts = FACTS | {"norm": norm, "gamma_d": gamma_d}
-        save_text_model(model, run / "model", facts)
+        export_text(run / "model", model, facts)
         stock = SentenceTransformer(str(run / "model"), device="cpu")
         assert stock.similarity_fn_name == name
-        assert read_text_facts(str(run)) == facts
+        assert read_text_metadata(str(run)) == facts
     raw = model.encode(TEXTS, "document")
     torch.testing.assert_close(torch.from_numpy(stock.encode_document(TEXTS)), raw)
     torch.testing.assert_close(torch.from_numpy(stock.encode_query(TEXTS)), model.encode(TEXTS, "query"))
     assert {p.name for p in run.iterdir()} == {"model"}
 
     again = load_text_model(str(run))
-    assert again.facts == facts and again.removed == [] and again.name == str(run)
+    assert again.metadata == facts and again.removed == [] and again.name == str(run)
     assert resolve_model(str(run)) == resolve_model(str(run / "model")) == str(run / "model")
     torch.testing.assert_close(again.encode(TEXTS, "document"), raw)
 
@@ -242,9 +243,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", nothing)
     monkeypatch.setattr(huggingface_hub.file_download, "get_hf_file_metadata", nothing)
     monkeypatch.setenv("SENTENCE_TRANSFORMERS_HOME", str(tmp_path / "cache"))
-    text_weights.hub_answers.cache_clear()
+    text_encoder.hub_answers.cache_clear()
     yield tmp_path / "cache"
-    text_weights.hub_answers.cache_clear()
+    text_encoder.hub_answers.cache_clear()
     assert len(asked.read_text()) <= 1
 
 
@@ -252,7 +253,7 @@ def test_a_hub_name_without_a_network_ends_at_once(hub_cache: Path, tmp_path: Pa
     for name in ("nobody/nothing-there", "a/path/that/is/none", str(tmp_path / "asked")):
         assert "the hub does not answer" in refusal(name)
         with pytest.raises(UserError, match="no such folder"):
-            read_text_facts(name)
+            read_text_metadata(name)
 
 
 def test_a_hub_name_is_loaded_from_the_cache(hub_cache: Path, bert: Path, tmp_path: Path) -> None:
@@ -265,8 +266,8 @@ def test_a_hub_name_is_loaded_from_the_cache(hub_cache: Path, bert: Path, tmp_pa
         (there / "refs" / "main").write_text(commit)
         (there / "snapshots" / commit / "mmclip.json").write_text(json.dumps(FACTS))
     model = load_text_model("own")
-    assert model.facts == FACTS and model.removed == ["Normalize"] and model.name == "own"
-    text_weights.hub_answers.cache_clear()
+    assert model.metadata == FACTS and model.removed == ["Normalize"] and model.name == "own"
+    text_encoder.hub_answers.cache_clear()
     (tmp_path / "asked").write_text("")
     assert "no pooling: a plain transformers model needs --pooling" in refusal("org/plain")
     torch.testing.assert_close(

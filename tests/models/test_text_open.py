@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmclip.config.text_model import TextModelConfig
-from mmclip.models.text_encoder import load_text_model, save_text_model
-from mmclip.models.text_open import open_text_model, text_precision
+from mmclip.models.export import export_text
+from mmclip.models.text_encoder import load_text_model, open_text_model, text_precision
 from tests.helpers.texts import make_bert
 
 FACTS = {"gamma_q": 1.0, "gamma_d": 0.0, "lengths": {"query": 8, "document": 12}}
@@ -18,7 +18,7 @@ FACTS = {"gamma_q": 1.0, "gamma_d": 0.0, "lengths": {"query": 8, "document": 12}
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    save_text_model(load_text_model(str(make_bert(folder / "base"))), folder / "model", FACTS)
+    export_text(folder / "model", load_text_model(str(make_bert(folder / "base"))), FACTS)
     return folder / "model"
 
 
@@ -33,7 +33,7 @@ def test_texts_are_cut_as_in_training_unless_flags_say_otherwise(trained: Path) 
 @pytest.mark.parametrize("lengths", [None, "long", {"query": "8"}, {"query": -1, "document": None}])
 def test_lengths_that_are_no_numbers_are_nobodys(trained: Path, tmp_path: Path, lengths: object) -> None:
     model = load_text_model(str(trained))
-    save_text_model(model, tmp_path / "model", {**FACTS, "lengths": lengths})
+    export_text(tmp_path / "model", model, {**FACTS, "lengths": lengths})
     found = open_text_model(TextModelConfig(model=str(tmp_path / "model")), torch.device("cpu"))
     assert found.length_of("query") == found.length_of("document") == model.encoder.max_seq_length
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmclip.errors import UserError
-from mmclip.models.factory import Model, build_model
+from mmclip.models.factory import ClipModel, build_model
 from mmclip.models.towers import Towers
 from tests.helpers.tiny import MODEL as NATIVE
 
@@ -26,7 +26,7 @@ TIMM = {
 def build(tmp_path):  # type: ignore[no-untyped-def]
     import json
 
-    def made(config: dict[str, object], **kwargs: object) -> Model:
+    def made(config: dict[str, object], **kwargs: object) -> ClipModel:
         path = tmp_path / "tiny.json"
         path.write_text(json.dumps(config), encoding="utf-8")
         torch.manual_seed(0)
@@ -35,7 +35,7 @@ def build(tmp_path):  # type: ignore[no-untyped-def]
     return made
 
 
-def inputs(model: Model) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(model: ClipModel) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)), model.tokenize(
         ["a dog", "a", "two cats"]
     )

@@ -90,10 +90,10 @@ def test_what_may_change_on_purpose_is_asked_for_by_name(state: dict[str, Any]) 
 
 
 def test_a_flag_newer_than_the_checkpoint_is_at_its_default_or_told(state: dict[str, Any]) -> None:
-    older = {k: v for k, v in state["settings"].items() if k != "fast_decode"}
+    older = {k: v for k, v in state["settings"].items() if k != "keep_last"}
     resume.check(state | {"settings": older}, PATH, TrainConfig().to_dict(), 1)
-    with pytest.raises(UserError, match="fast_decode was not there, is True"):
-        resume.check(state | {"settings": older}, PATH, TrainConfig(fast_decode=True).to_dict(), 1)
+    with pytest.raises(UserError, match="keep_last was not there, is True"):
+        resume.check(state | {"settings": older}, PATH, TrainConfig(keep_last=True).to_dict(), 1)
 
 
 def test_names_of_settings_that_are_free_to_change_exist() -> None:

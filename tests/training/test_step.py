@@ -17,7 +17,7 @@ from mmclip.config.clip import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.embeddings.encode import Runner
 from mmclip.losses.contrastive import ContrastiveLoss, clip_loss
-from mmclip.models.factory import Model, build_model
+from mmclip.models.factory import ClipModel, build_model
 from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
 from mmclip.training.optimizer import learning_rate_factor
@@ -42,7 +42,7 @@ def batch(dtype: torch.dtype) -> Batch:
 
 
 @functools.cache
-def _built(path: Path) -> Model:
+def _built(path: Path) -> ClipModel:
     torch.manual_seed(0)
     return build_model(str(path))
 

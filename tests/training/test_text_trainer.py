@@ -10,7 +10,7 @@ import torch
 from mmclip.commands.train_text import build_loss
 from mmclip.config.text import TextTrainConfig
 from mmclip.data.text_pairs import open_pairs
-from mmclip.models.text_encoder import TextModel, load_text_model
+from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.similarity import Direction
 from mmclip.training.text_trainer import EpochBatches, RoleCollator, TextTrainer, checkpoints
 from tests.helpers.texts import WORDS, make_beir, make_bert, make_decoder
@@ -23,13 +23,13 @@ ROWS = [
 
 
 @pytest.fixture(scope="module", params=["bert", "decoder"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
     make = make_bert if request.param == "bert" else make_decoder
     folder = make(tmp_path_factory.mktemp(request.param))
     return load_text_model(str(folder), query_length=6, document_length=11, query_prompt="no ", document_prompt="")
 
 
-def test_a_batch_is_cut_by_role_and_prompted_as_evaluation_does_it(model: TextModel) -> None:
+def test_a_batch_is_cut_by_role_and_prompted_as_evaluation_does_it(model: TextEncoder) -> None:
     batch = RoleCollator(model)(ROWS)
     assert batch["label"].tolist() == [[0, 4, 5], [1, 6, 4]]
     widths = {column: batch[f"{column}_input_ids"].shape[1] for column in ("query", "positive", "negative_1")}

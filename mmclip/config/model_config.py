@@ -1,4 +1,4 @@
-"""What can be said of a model's name and config before anything is loaded."""
+"""Model names, open_clip model configs and mmclip.json, read and checked before anything is loaded (no torch)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / 
 WEIGHT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
 MAX_JSON_BYTES = 1_000_000  # a model config has a kilobyte
-# The largest value of each number that sizes a tower, far above any CLIP's: more is a slip, or an attack.
+# The largest value of each number that sizes a tower, far above any CLIP's: more is a slip or an attack.
 MAX_SIZES = {
     "embed_dim": 65_536,
     "image_size": 4_096,
@@ -30,15 +30,18 @@ MAX_SIZES = {
     "attn_pooler_queries": 16_384,
     "attn_pooler_heads": 4_096,
 }
-_FACT_TEXTS = ("loss", "norm", "positives")
-_FACT_SHARES = ("gamma_q", "gamma_d", "i2t_weight", "i2t_weight_end")
+_TEXTS = ("loss", "norm", "positives")
+_SHARES = ("gamma_q", "gamma_d", "i2t_weight", "i2t_weight_end")
 MAX_PATCHES = 16_384  # attention costs their square
 
 
 def check_model(model: str, pretrained: str | None) -> None:
-    """What can be said of a model's name without loading anything. Errors: UserError.
+    """Check a --model and --pretrained without loading anything.
 
-    Registered names and tags are open_clip's to check (mmclip.models.towers does, before any weight is read).
+    Registered names and tags are checked by ``mmclip.models.build_model``, before any weight is read.
+
+    Raises:
+        UserError: The model config is missing or damaged, the model is a CoCa, the checkpoint file does not exist.
     """
     config = read_model_config(model)
     refuse_coca(model, config["model_cfg"] if config else {})
@@ -47,12 +50,12 @@ def check_model(model: str, pretrained: str | None) -> None:
 
 
 def names_a_file(pretrained: str) -> bool:
-    """Whether a --pretrained means a checkpoint file and not one of open_clip's tags."""
+    """Whether a --pretrained is a checkpoint file rather than one of open_clip's tags."""
     return "/" in pretrained or Path(pretrained).suffix in WEIGHT_SUFFIXES
 
 
 def refuse_coca(model: str, config: dict[str, Any]) -> None:
-    """CoCa's caption decoder would stay untrained beside a contrastive loss alone: say so instead of half-training."""
+    """Refuse CoCa models, whose caption decoder would stay untrained beside a contrastive loss."""
     if "multimodal_cfg" in config or model.lower().startswith("coca"):
         raise UserError(
             f"--model {printable(model)}: CoCa models are not supported (mmclip trains the two contrastive "
@@ -61,9 +64,13 @@ def refuse_coca(model: str, config: dict[str, Any]) -> None:
 
 
 def read_model_config(model: str) -> dict[str, Any] | None:
-    """{"model_cfg", "preprocess_cfg"} of a ``local-dir:FOLDER`` or a model config JSON; None for any other name.
+    """Read the config of a ``local-dir:FOLDER`` or a model config JSON.
 
-    Errors: UserError for a file that is not there or is no config, or whose sizes no model has.
+    Returns:
+        {"model_cfg", "preprocess_cfg"}, or None for any other name.
+
+    Raises:
+        UserError: The file does not exist, is no model config, or has sizes that no model has.
     """
     if model.startswith("local-dir:"):
         path = Path(model.removeprefix("local-dir:")) / "open_clip_config.json"
@@ -95,12 +102,12 @@ def read_model_config(model: str) -> dict[str, Any] | None:
 def _check_objects(path: Path, config: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if not isinstance(config.get(name), dict):
-            found = f"is {shown(config[name])}, not an object" if name in config else "is missing"
-            raise UserError(f"{path}: not an open_clip model config: {name} {found}")
+            problem = f"is {shown(config[name])}, not an object" if name in config else "is missing"
+            raise UserError(f"{path}: not an open_clip model config: {name} {problem}")
 
 
 def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
-    """Refuse a model of impossible sizes before anything of its size is asked of the memory. Errors: UserError."""
+    """Refuse a model of impossible sizes before memory of its size is allocated (UserError)."""
     if "embed_dim" not in model_cfg:
         raise UserError(f"{where}: not an open_clip model config: embed_dim is missing")
     vision, text = model_cfg["vision_cfg"], model_cfg["text_cfg"]
@@ -116,9 +123,9 @@ def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
     if patches > MAX_PATCHES:
         raise UserError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
     gigabytes = 4 * weights / 1e9
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    if gigabytes > there:
-        raise UserError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {there:,.0f} GB")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    if gigabytes > memory:
+        raise UserError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {memory:,.0f} GB")
 
 
 def _check_size(where: str, name: str, value: Any) -> None:
@@ -128,7 +135,7 @@ def _check_size(where: str, name: str, value: Any) -> None:
 
 
 def _patches_and_weights(model_cfg: dict[str, Any]) -> tuple[int, float]:
-    """(patches of an image, weights that the towers have at least); (0, 0) where timm or Hugging Face knows."""
+    """(patches of an image, lower bound of the weights); (0, 0) where timm or Hugging Face defines the sizes."""
     vision, text = ({k: v for k, v in model_cfg[s].items() if v is not None} for s in ("vision_cfg", "text_cfg"))
     patches, weights = 0, 0.0
     if not vision.get("timm_model_name"):
@@ -161,7 +168,7 @@ def find_model_config(model: str) -> Path:
 
 
 def export_folder(run: str) -> Path:
-    """The model folder of --init-from: a finished run's, or itself. Errors: UserError."""
+    """The model folder of --init-from, a finished run or its model folder (UserError where there is none)."""
     for folder in (Path(run) / "model", Path(run)):
         if (folder / "open_clip_config.json").is_file():
             return folder
@@ -171,35 +178,32 @@ def export_folder(run: str) -> Path:
     )
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """mmclip.json of an export, {} for a folder without it.
-
-    Errors: UserError where a value that others compute with is not what it should be.
-    """
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """mmclip.json of an exported model, {} for a folder without it (UserError for values of the wrong kind)."""
     path = folder / "mmclip.json"
     if not path.is_file():
         return {}
-    return check_facts(read_json(path), str(path))
+    return check_metadata(read_json(path), str(path))
 
 
-def check_facts(facts: dict[str, Any], where: str) -> dict[str, Any]:
-    """The facts as they are. Errors: UserError naming ``where`` they stand, for a value of the wrong kind."""
-    for name, value in facts.items():
+def check_metadata(metadata: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return ``metadata`` unchanged (UserError naming the file ``where`` for a value of the wrong kind)."""
+    for name, value in metadata.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         expected = ""
-        if name in _FACT_SHARES and not (number and 0 <= value <= 1):
+        if name in _SHARES and not (number and 0 <= value <= 1):
             expected = "a number from 0 to 1"
         elif "_scale" in name and value is not None and not (number and value > 0):
             expected = "a number above 0"
-        elif name in _FACT_TEXTS and not isinstance(value, str):
+        elif name in _TEXTS and not isinstance(value, str):
             expected = "a text"
         if expected:
             raise UserError(f"{where}: {printable(name, 60)} is {shown(value)}: expected {expected}")
-    return facts
+    return metadata
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object with finite numbers. Errors: UserError naming the file."""
+    """Read a JSON object with finite numbers (UserError naming the file)."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
@@ -216,7 +220,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(text: str) -> float:
-    """For json's parse_float and parse_constant. Errors: ValueError for NaN and infinity, which JSON does not have."""
+    """A finite number, for json's parse_float and parse_constant (ValueError for NaN and infinity)."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{printable(text, 40)} is not a finite number")
@@ -224,7 +228,7 @@ def finite(text: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value of a JSON file in a message: what is nested is named, not written out."""
+    """A value of a JSON file for a message; nested values are named, not written out."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return printable(json.dumps(value, ensure_ascii=False), 60)
