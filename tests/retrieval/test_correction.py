@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.errors import UserError
+from mmclip.models.metadata import trained_directions, trained_scales
 from mmclip.retrieval.hubness import (
     bank_side,
     corrected_candidates,
     corrected_queries,
     log_evidence,
     reversed_exponents,
-    trained_directions,
-    trained_scales,
 )
 from mmclip.similarity import Direction, Exponents, Normalization, score
 
