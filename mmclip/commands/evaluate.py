@@ -60,9 +60,9 @@ def evaluate_model(settings: EvaluateConfig) -> None:
     elif len(runs) > 1 or found:
         print_comparison(runs, found)
     if settings.plot is not None:
-        from mmclip.reporting.tradeoff import plot_tradeoff
+        from mmclip.reporting.figures import tradeoff_figure, write_png
 
-        plot_tradeoff(runs, Path(settings.plot))
+        write_png(tradeoff_figure(runs), settings.plot)
         print(f"picture: {printable(settings.plot)}")
 
 

@@ -42,7 +42,7 @@ class ReportConfig:
 
 DESCRIPTION = """One HTML page for one run, or for several over the same data: both directions with intervals,
 lengths by relevance, training curves, the best and the worst retrievals with their pictures. It needs no network and
-no other file; its pictures lie beside it, too, as PNGs for light and for dark pages."""
+no other file; its pictures lie beside it, too, as SVG."""
 
 EXAMPLES = """examples:
   python scripts/report.py --runs logs/demo-scenes-seed0/qnorm

@@ -17,7 +17,8 @@ from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
 from mmclip.metrics import rank as metrics
 from mmclip.reporting.formats import delta, number, rate, span
-from mmclip.reporting.source import ReportRun, is_number
+from mmclip.reporting.source import ReportRun
+from mmclip.reporting.table import is_number
 from mmclip.reporting.tables import FEW_CLUSTERS, few_clusters
 from mmclip.similarity import CLIP_DIRECTIONS
 

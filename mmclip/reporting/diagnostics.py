@@ -8,7 +8,8 @@ from typing import Any
 from mmclip.errors import printable
 from mmclip.evaluation.measures import MEASURES, alpha_note, value_at
 from mmclip.reporting.cells import NO, Cell, Row, Table, value_cell
-from mmclip.reporting.source import ReportRun, is_number
+from mmclip.reporting.source import ReportRun
+from mmclip.reporting.table import is_number
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Json = dict[str, Any]

@@ -6,6 +6,7 @@ last. At most one query of an image and its captions is shown in a sheet, so tha
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from mmclip.data.shards import open_data
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE
-from mmclip.reporting.plots import data_uri
 from mmclip.reporting.source import Items, ReportRun
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
@@ -139,7 +139,7 @@ def _thumbnail(data: ImageTextData, row: int) -> str:
     picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     content = io.BytesIO()
     picture.save(content, "JPEG", quality=82, optimize=True)
-    return data_uri(content.getvalue(), "jpeg")
+    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
 
 
 def _sheets(

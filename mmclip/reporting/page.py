@@ -22,10 +22,9 @@ from mmclip.io import write_text_atomically
 from mmclip.reporting import cells as tables
 from mmclip.reporting.diagnostics import diagnostics
 from mmclip.reporting.examples import contact_sheets
-from mmclip.reporting.figures import curve_pictures, length_pictures, tradeoff_pictures
+from mmclip.reporting.figures import RUNS, curve_pictures, norm_pictures, style_sheet, tradeoff_picture
 from mmclip.reporting.seeds import seeds
 from mmclip.reporting.source import ReportRun, data_words, is_number, read_runs
-from mmclip.reporting.tradeoff import DARK, LIGHT, RUN_COLOURS
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Json = dict[str, Any]
@@ -66,13 +65,15 @@ def write_report(
 
 def page_environment() -> Environment:
     """Of the templates: everything is escaped, and a name that is not there is an error."""
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("mmclip.reporting"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"plot_css": style_sheet(), "run_colours": len(RUNS)}
+    return environment
 
 
 def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, baseline: Results | None) -> Json:
@@ -87,8 +88,6 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         "title": " · ".join(printable(run.name, 60) for run in runs[:4]) + (" …" if len(runs) > 4 else ""),
         "runs": [_head(run) for run in runs],
         "several": len(runs) > 1,
-        "run_colours": RUN_COLOURS,
-        "colours": {theme.name: theme.runs for theme in (LIGHT, DARK)},
         "corrected": any(CORRECTED in run.results.json["retrieval"][d.value] for run in runs for d in CLIP_DIRECTIONS),
         "data": data_words(runs[0]),
         "verdicts": told,
@@ -96,11 +95,15 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         "pools": [_pool(runs, pool, differences) for pool in pools],
         "seeds": [(pool, table) for pool in pools if (table := seeds(runs, pool)) is not None],
         "lengths": [(pool, tables.lengths(runs, pool)) for pool in pools],
-        "pictures": [(run.number, run.name, length_pictures(run, folder)) for run in detailed],
+        "pictures": [
+            (run.number, run.name, [p for ps in norm_pictures(run, folder).values() for p in ps]) for run in detailed
+        ],
         "detailed": DETAILED if len(runs) > DETAILED else None,
         "curves": curve_pictures(runs, folder),
         "no_curves": _without_curves(runs),
-        "tradeoff": tradeoff_pictures(runs, pools, folder) if len(runs) > 1 else [],
+        "tradeoff": [tradeoff_picture(runs, pool, folder, f"tradeoff-{i}") for i, pool in enumerate(pools)]
+        if len(runs) > 1
+        else [],
         "examples": [(run.number, run.name, *contact_sheets(run)) for run in detailed],
         "diagnostics": [(pool, tables_) for pool in pools if (tables_ := diagnostics(runs, pool)) is not None],
         "alarms": [(run.name, _alarms(run)) for run in runs if _alarms(run)],

@@ -7,21 +7,20 @@ or damaged, and then the report says so where a reader would look for them.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from mmclip.config.clip import TrainConfig
 from mmclip.config.flags import read_config
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.runs import load_run
-from mmclip.training.log import METRICS
+from mmclip.reporting.table import is_number
 
 Json = dict[str, Any]
-CONFIG_FILE = "config.yaml"
+CONFIG_FILE, METRICS = "config.yaml", "metrics.jsonl"
 MAX_LINES = 200_000  # of metrics.jsonl; more are more than a curve can show
 
 
@@ -107,15 +106,6 @@ def read_items(results: Results) -> Items | None:
         return Items([str(k) for k in keys], [str(c) for c in captions], [int(o) for o in owner])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of JSON is a finite number.
-
-    >>> is_number(0.5), is_number(float("nan")), is_number(True), is_number(None)
-    (True, False, False, False)
-    """
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def data_words(run: ReportRun) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.roles import LOSS_WEIGHTS
 from mmclip.study.arms import Arm
 from mmclip.study.judgements import fisher, kappa_verdicts, keeps_both, verdicts

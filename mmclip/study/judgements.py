@@ -7,7 +7,7 @@ from typing import Any
 
 from mmclip.evaluation.measures import value_at
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.study.arms import Arm
 from mmclip.study.numbers import (
     Estimate,

@@ -22,7 +22,7 @@ from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 from mmclip.metrics import rank as metrics
 from mmclip.metrics.bootstrap import Estimate, mean_samples, over_seeds
 from mmclip.metrics.magnitude import MIN_DEFINED
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.study.arms import Arm, baseline_of, control_of
 

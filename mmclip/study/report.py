@@ -1,4 +1,4 @@
-"""A study as files: every table as CSV, pictures for light and dark, and one HTML page that needs nothing else.
+"""A study as files: every table as CSV, pictures as SVG, and one HTML page that needs nothing else.
 
 The page runs no script and asks nobody for anything; text from settings and data is escaped. It holds for a study that
 is not finished as well: what cannot be computed yet is an empty cell, with its reason in the table's file.
@@ -7,7 +7,6 @@ is not finished as well: what cannot be computed yet is an empty cell, with its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,18 @@ import numpy as np
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import CORRECTED, NATIVE
 from mmclip.io import write_text_atomically
+from mmclip.reporting.figures import (
+    Picture,
+    Point,
+    Series,
+    curves_figure,
+    fractions_figure,
+    frontier_figure,
+    heat_figure,
+    write_picture,
+)
 from mmclip.reporting.page import page_environment
-from mmclip.reporting.plots import Picture, Series, curves_figure, write_picture
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.study import claims as study_claims
 from mmclip.study import judgements as study_judgements
 from mmclip.study import tables as study_tables
@@ -26,7 +34,6 @@ from mmclip.study.arms import Arm
 from mmclip.study.judgements import KEPT
 from mmclip.study.numbers import Study
 from mmclip.study.page import page_tables
-from mmclip.study.plots import Point, fractions_figure, frontier_figure, heat_figure
 from mmclip.study.sheets import Sheet, page_table, text_cell, write_sheet
 from mmclip.study.summary import summary
 from mmclip.study.tables import DIRECTIONS, SCORINGS
@@ -60,7 +67,7 @@ def write_study(
     failed: Sequence[Mapping[str, Any]] = (),
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write folder/tables/NAME.csv, folder/figures/NAME-light.png and -dark.png, and folder/study.html; returns the
+    """Write folder/tables/NAME.csv, folder/figures/NAME.svg, and folder/study.html; returns the
     page's path.
 
     arms: in the order of the tables; an arm without a finished run is left out. failed: cells that have no result, each
@@ -158,10 +165,9 @@ def _frontier(study: Study, rows: Sequence[Json], kept: Sequence[Json], folder: 
     alt = f"Frontier of {len(points)} arms: success@1 of text to image across, of image to text up."
     caption = (
         "Up and to the right is better. Filled: native, bars one standard deviation over seeds; half filled: "
-        f"corrected. Star: sym/cosine; dashed: {KEPT:.0%} of it. Arms on less data or permuted pairs: see the table."
+        f"corrected. Squares in the text's colour: sym/cosine; dashed: {KEPT:.0%} of it. Arms on less data or permuted pairs: see the table."
     )
-    draw = partial(frontier_figure, points=points, share=KEPT)
-    return [write_picture(folder, "frontier", alt, caption, draw, palette=False)]
+    return [write_picture(frontier_figure(points, KEPT), folder, "frontier", alt, caption)]
 
 
 def _heat_maps(rows: Sequence[Json], folder: Path) -> list[Picture]:
@@ -175,11 +181,11 @@ def _heat_maps(rows: Sequence[Json], folder: Path) -> list[Picture]:
     names = list(dict.fromkeys(row["arm"] for row in rows))
     return [
         write_picture(
+            heat_figure(names, SCORINGS, values[d], top),
             folder,
             f"matrix-{d}",
             f"Heat map of success@1, {LONG[d]}: arms down, scorings across.",
             f"{LONG[d]}: trained with, down; scored with, across. Both pictures have one scale, 0 to {top:.2f}.",
-            partial(heat_figure, names=names, scorings=SCORINGS, values=values[d], top=top),
         )
         for d in DIRECTIONS
     ]
@@ -204,8 +210,8 @@ def _gammas(rows: Sequence[Json], folder: Path) -> list[Picture]:
             series.append(Series("" if dashed else name, number, dashed, steps, means))
     if not series:
         return []
-    draw = partial(curves_figure, series=series, ylabel="γ")
-    return [write_picture(folder, "gamma", "γ over steps.", "γq; dashed: γd. Means over seeds.", draw)]
+    caption = "γq; dashed: γd. Means over seeds."
+    return [write_picture(curves_figure(series, "γ"), folder, "gamma", "γ over steps.", caption)]
 
 
 def _fractions(rows: Sequence[Json], folder: Path) -> list[Picture]:
@@ -217,6 +223,6 @@ def _fractions(rows: Sequence[Json], folder: Path) -> list[Picture]:
         shown = [r for r in shown if r["scoring"] == NATIVE or (r["scoring"] == CORRECTED and r["arm"] not in trained)]
         if shown:
             alt = f"success@1, {LONG[d]}, over the share of the training data."
-            draw = partial(fractions_figure, rows=shown)
-            pictures.append(write_picture(folder, f"fractions-{d}", alt, f"{LONG[d]}; bars: one sd over seeds.", draw))
+            caption = f"{LONG[d]}; bars: one sd over seeds."
+            pictures.append(write_picture(fractions_figure(shown), folder, f"fractions-{d}", alt, caption))
     return pictures

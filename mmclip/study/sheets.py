@@ -12,7 +12,7 @@ from mmclip.errors import printable
 from mmclip.io import write_text_atomically
 from mmclip.reporting.cells import NO, Cell, Row, Table
 from mmclip.reporting.formats import rate, span
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.study.numbers import Estimate, Spread
 
 Json = dict[str, Any]

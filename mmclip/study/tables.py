@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMS, LOSS_WEIGHTS
 from mmclip.study.arms import COSMETIC, MEASURING, Arm
 from mmclip.study.numbers import (

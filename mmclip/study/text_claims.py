@@ -10,7 +10,7 @@ from typing import Any
 
 from mmclip.evaluation.results import NATIVE
 from mmclip.metrics.significance import DETECTABLE
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.roles import Normalization
 from mmclip.study.judgements import MATRICES
 from mmclip.study.numbers import Estimate

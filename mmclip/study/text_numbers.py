@@ -23,7 +23,7 @@ from mmclip.metrics import rank as metrics
 from mmclip.metrics.bootstrap import mean_samples, over_seeds
 from mmclip.metrics.magnitude import MIN_DEFINED
 from mmclip.metrics.significance import DETECTABLE
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.roles import NORMS, Direction
 from mmclip.study.kinds import TEXT
 from mmclip.study.numbers import Estimate

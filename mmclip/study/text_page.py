@@ -7,7 +7,7 @@ from typing import Any
 
 from mmclip.reporting.cells import NO, Cell, Table
 from mmclip.reporting.formats import rate
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.study.judgements import MATRICES
 from mmclip.study.sheets import estimate_cell, mean_cell, minus, page_table, text_cell
 from mmclip.study.text_claims import NO as REFUTED

@@ -1,21 +1,19 @@
-"""A text study as files: every table as CSV, a picture a data set for light and dark, and one HTML page that needs
+"""A text study as files: every table as CSV, a picture a data set, and one HTML page that needs
 nothing else; the verdicts on the terminal as well."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
+from mmclip.reporting.figures import Picture, intervals_figure, write_picture
 from mmclip.reporting.formats import rate
 from mmclip.reporting.page import page_environment
-from mmclip.reporting.plots import DPI, Picture, write_picture
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.reporting.table_parts import make_console, new_table, row
-from mmclip.reporting.tradeoff import Theme, legend_label, new_figure
 from mmclip.study import text_claims as text_study_claims
 from mmclip.study import text_tables as text_study_tables
 from mmclip.study.sheets import Sheet, minus, write_sheet
@@ -122,28 +120,19 @@ def _pictures(study: TextStudy, rows: Sequence[Json], folder: Path) -> list[Pict
             where = f"{data}, {'out of' if i else 'in'} domain"
             pictures.append(
                 write_picture(
+                    intervals_figure(
+                        [r["arm"] for r in mine],
+                        [r[METRIC] for r in mine],
+                        [(r[f"{METRIC}_lo"], r[f"{METRIC}_hi"]) for r in mine],
+                        [r[f"{METRIC}_smallest"] for r in mine],
+                        "nDCG@10 less cosine's",
+                        limits,
+                    ),
                     folder,
                     f"differences-{data}",
                     f"nDCG@10 of {len(mine)} norms less cosine's on {where}, with intervals.",
                     f"{where}: native nDCG@10 less cosine's; bars are 95% over queries and seeds, the band is what is "
                     "too small to be detected.",
-                    partial(differences_figure, rows=mine, limits=limits),
                 )
             )
     return pictures
-
-
-def differences_figure(theme: Theme, rows: Sequence[Json], limits: tuple[float, float]) -> Any:
-    """nDCG@10 less cosine's across, an arm a line, with its interval and the smallest detectable effect around 0."""
-    figure, axes = new_figure(theme, 5.0, 0.9 + 0.34 * len(rows), DPI)
-    for y, r in enumerate(rows):
-        value, lo, hi, smallest = (r[f"{METRIC}{end}"] for end in ("", "_lo", "_hi", "_smallest"))
-        axes.barh(y, 2 * smallest, left=-smallest, height=0.62, color=theme.soft, alpha=0.25, linewidth=0, zorder=1)
-        axes.plot([lo, hi], [y, y], color=theme.runs[y % len(theme.runs)], linewidth=1.6, zorder=3)
-        axes.plot(value, y, "o", color=theme.runs[y % len(theme.runs)], markersize=6, zorder=4)
-    axes.axvline(0, color=theme.soft, linewidth=0.9, linestyle="--", zorder=2)
-    axes.set_yticks(range(len(rows)), [legend_label(r["arm"]) for r in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(*limits)
-    axes.set_xlabel("nDCG@10 less cosine's")
-    return figure

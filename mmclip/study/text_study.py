@@ -14,7 +14,7 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, PER_QUERY_FILE, RESULTS_FILE, START_FILE, Results, load_results
 from mmclip.evaluation.runs import told_of
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.similarity import Direction
 from mmclip.study.finished import by_arm, read_lines, read_start, seconds_by_seed
 from mmclip.study.plan import Cell

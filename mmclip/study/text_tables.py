@@ -7,7 +7,7 @@ from typing import Any
 
 from mmclip.evaluation.measures import value_at
 from mmclip.evaluation.results import NATIVE, Results
-from mmclip.reporting.source import is_number
+from mmclip.reporting.table import is_number
 from mmclip.study.judgements import MATRICES
 from mmclip.study.numbers import Estimate, spread
 from mmclip.study.sheets import Sheet, estimate_columns, reasons, spread_columns

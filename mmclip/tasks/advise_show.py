@@ -115,24 +115,18 @@ def ranged(found: Json | None) -> str:
 
 def draw(report: Json, path: Path) -> None:
     """Each norm's gain over cosine with its interval, a row a norm and direction, the margin shaded."""
-    from mmclip.io import write_atomically
-    from mmclip.reporting.tradeoff import LIGHT, MARKERS, new_figure
+    from mmclip.reporting.figures import intervals_figure, write_png
 
     sections = {d: s for d, s in report["sections"].items() if s["norms"]}
     norms = [n for n in next(iter(sections.values()))["norms"] if n != "cosine"]
-    figure, axes = new_figure(LIGHT, 6.4, 0.9 + 0.32 * len(norms) * len(sections))
     margin = next(iter(sections.values()))["margin"]
-    axes.axvspan(-margin, margin, color=LIGHT.irrelevant, alpha=0.3, linewidth=0)
-    axes.axvline(0, color=LIGHT.soft, linewidth=0.8)
-    labels: list[str] = []
-    for number, (direction, section) in enumerate(sections.items()):
-        for norm in norms:
-            gain, y = section["norms"][norm]["gain"], len(labels)
-            axes.plot(gain["ci"], [y, y], color=LIGHT.runs[number], linewidth=2)
-            axes.plot(gain["value"], y, MARKERS[number], color=LIGHT.runs[number], markersize=6)
-            labels.append(f"{norm} ({direction})")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{report['trial']['metric']} minus cosine's, 95% interval; shaded: the margin")
-    axes.set_title(f"advice: {report['answer']}")
-    write_atomically(path, lambda partial: figure.savefig(partial, format="png"))
+    rows = [(d, norm, section["norms"][norm]["gain"]) for d, section in sections.items() for norm in norms]
+    figure = intervals_figure(
+        [f"{norm} ({direction})" for direction, norm, _ in rows],
+        [gain["value"] for *_, gain in rows],
+        [gain["ci"] for *_, gain in rows],
+        [margin] * len(rows),
+        f"{report['trial']['metric']} minus cosine's, 95% interval; shaded: the margin",
+    )
+    figure.axes[0].set_title(f"advice: {report['answer']}")
+    write_png(figure, path)

@@ -15,9 +15,9 @@ from mmclip.evaluation.comparison import verdict
 from mmclip.evaluation.eval_set import Distractors, EvalData
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results
+from mmclip.reporting.figures import tradeoff_figure, write_png
 from mmclip.reporting.table_parts import make_console
 from mmclip.reporting.tables import groups_table, notes, print_comparison, print_run, print_verdict, runs_table
-from mmclip.reporting.tradeoff import plot_tradeoff
 from mmclip.similarity import Exponents
 
 HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字" + "n" * 80
@@ -114,7 +114,7 @@ def test_an_open_verdict_prints_its_reason(runs):
 def test_the_picture_is_drawn_for_any_names(runs, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        path = plot_tradeoff(runs, tmp_path / "t.png")
+        path = write_png(tradeoff_figure(runs), tmp_path / "t.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["t.png"]
 
