@@ -17,12 +17,12 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from mmclip import metrics
 from mmclip.config.flags import run_script
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.scored_model import ScoredModel
-from mmclip.metrics import rank as metrics
-from mmclip.retrieval.ranking import rank_both_ways
+from mmclip.retrieval.ranking import rank_both
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization
 
 KS = (1, 5, 10)
@@ -73,7 +73,7 @@ def main() -> None:
         )
     scorings = {n.value: n.exponents for n in (Normalization.COSINE, Normalization.DOT)}
     own_pairs = torch.tensor([[image, text] for text, image in enumerate(saved.owner)])
-    ways = rank_both_ways(saved.image, saved.text, own_pairs, scorings)
+    ways = rank_both(saved.image, saved.text, own_pairs, scorings)
     apart = 0
     print(f"{len(saved.image):,} images, {len(saved.text):,} captions, D = {saved.image.shape[1]}")
     print(f"{'scoring':8} {'way':4} {'k':>3} {'clip-benchmark':>15} {'mmclip':>10} {'queries apart':>14} {'tied':>6}")

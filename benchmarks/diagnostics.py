@@ -195,9 +195,9 @@ def best(n: int) -> tuple[Any, Any]:
 
 def draws(n: int) -> Any:
     """How often each query is drawn in each resample, as the package draws them."""
-    from mmclip.metrics.rank import cluster_draws
+    from mmclip.metrics import cluster_counts
 
-    return (times.astype(int) for chunk in cluster_draws(n, resamples=RESAMPLES, seed=0) for times in chunk)
+    return (times.astype(int) for chunk in cluster_counts(n, resamples=RESAMPLES, seed=0) for times in chunk)
 
 
 def measure(spec: Json) -> Json:

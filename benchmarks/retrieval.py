@@ -106,8 +106,8 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
         TimeRemainingColumn,
     )
 
-    from mmclip.metrics import rank as metrics
-    from mmclip.retrieval.ranking import BLOCK_BYTES, rank_both_ways
+    from mmclip import metrics
+    from mmclip.retrieval.ranking import BLOCK_BYTES, rank_both
     from mmclip.similarity import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS
 
     imported = settled_mib()
@@ -117,7 +117,7 @@ def measure_mmclip(args: argparse.Namespace) -> Json:
         task = bar.add_task(f"{len(image)} x {len(text)}")
         start = time.perf_counter(), time.process_time()
         caption = np.arange(len(text))
-        ways = rank_both_ways(
+        ways = rank_both(
             image,
             text,
             np.column_stack([caption // args.captions, caption]),

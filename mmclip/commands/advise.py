@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mmclip import metrics
 from mmclip.config.advise import AdviseConfig
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import json_text
 from mmclip.io import write_text_atomically
-from mmclip.metrics import rank as metrics
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.output_paths import flat, output_folder

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from mmclip import distributed
+from mmclip import distributed, metrics
 from mmclip.config.text_evaluate import TextEvaluateConfig
 from mmclip.data.beir import TextCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import compare, verdicts
 from mmclip.evaluation.results import NATIVE, Results, load_results, save_results
 from mmclip.evaluation.runs import run_names, told_of
+from mmclip.evaluation.significance import against_first
 from mmclip.evaluation.text_evaluation import evaluate_text, native_scoring
 from mmclip.evaluation.trec import (
     QRELS_FILE,
@@ -28,8 +29,6 @@ from mmclip.evaluation.trec import (
     write_qrels,
     write_run,
 )
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.significance import against_first
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, encoding, open_text_model
 from mmclip.output_paths import default_output, output_folder

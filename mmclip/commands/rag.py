@@ -26,7 +26,7 @@ from mmclip.models import metadata
 from mmclip.models.text_encoder import open_text_model, text_precision
 from mmclip.reporting.formats import NONE, delta, rate
 from mmclip.reporting.table_parts import column, gap, make_console, new_table, row
-from mmclip.retrieval.ranking import rank
+from mmclip.retrieval import Qrels, rank
 from mmclip.similarity import Exponents, Normalization
 from mmclip.tasks.rag import CLOSED_PROMPT, DOCUMENTS, PROMPT, QUESTION, read_template
 from mmclip.tasks.rag_check import CLOSED, COSINE, EM, F1, Q2D, RECALL, Lists, Predictions, check
@@ -144,8 +144,8 @@ def best_documents(
     query [Q, D], document [N, D]: raw vectors.
     """
     more = max((len(rows) for rows in collection.excluded.values()), default=0)
-    ranked = rank(query, document, collection.pairs, scorings, gains=collection.gains,
-                  top_k=dict.fromkeys(scorings, top_k + more))  # fmt: skip
+    qrels = Qrels(collection.pairs, collection.gains)
+    ranked = rank(query, document, qrels, scorings, top_k=dict.fromkeys(scorings, top_k + more))
     none: list[int] = []
     return {
         name: [

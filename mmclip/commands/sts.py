@@ -23,7 +23,7 @@ from mmclip.errors import printable
 from mmclip.evaluation.results import json_text
 from mmclip.evaluation.text_evaluation import native_scoring
 from mmclip.io import write_text_atomically
-from mmclip.metrics.bootstrap import over_seeds
+from mmclip.metrics import over_seeds
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, open_text_model
 from mmclip.output_paths import flat, output_folder
@@ -194,7 +194,7 @@ def _weights_key(state: Mapping[str, Tensor]) -> str:
 
 
 def _over_seeds(runs: list[Json], before: Json, untrained: Mapping[str, Array], bootstrap: PairBootstrap) -> Json:
-    """norm -> scoring -> Spearman over seeds, intervals over groups of pairs and seeds (seed_bootstrap).
+    """norm -> scoring -> Spearman over seeds, intervals over groups of pairs and seeds (metrics.bootstrap).
 
     Of native also its paired differences: to the same scoring before training, and to native of cosine and of dot.
     """

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmclip.evaluation.eval_set import Pool
 from mmclip.evaluation.results import CORRECTED, REVERSED
+from mmclip.retrieval import Qrels, Ranking, rank
 from mmclip.retrieval.hubness import Bank, bank_side, corrected_candidates, corrected_queries, log_evidence
-from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import (
     SCALE_INIT,
     TINY,
@@ -60,9 +60,8 @@ class Backwards:
         rankings[CORRECTED] = rank(
             corrected_queries(query, self.native),
             corrected_candidates(candidate, evidence, self.native, alpha),
-            np.column_stack(direction.roles({"image": pool.pairs[:, 0], "text": pool.pairs[:, 1]})),
+            Qrels(np.column_stack(direction.roles({"image": pool.pairs[:, 0], "text": pool.pairs[:, 1]})), pool.gains),
             {CORRECTED: Normalization.DOT.exponents},
-            gains=pool.gains,
             block_bytes=block_bytes,
         )[CORRECTED]
         about = {

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.comparable import check_baseline, check_control, is_text, losses_differ, same_data, seeds_differ
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
-from mmclip.metrics import bootstrap as seed_bootstrap
 from mmclip.metrics import magnitude as diagnostics
-from mmclip.metrics import rank as metrics
 from mmclip.models.metadata import trained_directions
 from mmclip.similarity import TEXT_DIRECTIONS, Direction
 
@@ -125,7 +124,7 @@ def pooled_verdict(
     """:func:`verdict` on one setting trained with several seeds: the same questions of the means over seeds.
 
     runs, controls, baselines: one a training seed, in the same order. Intervals draw queries and seeds
-    (seed_bootstrap), of one seed queries alone.
+    (metrics.bootstrap), of one seed queries alone.
     """
     direction = Direction(direction)
     for other in (*runs[1:], *controls, *(baselines or [])):
@@ -182,9 +181,9 @@ def _learned(
         if not np.isfinite(value):
             reason = f"d(topk) of the {name}'s {side} lengths does not exist: a group is empty or lengths do not vary"
             return _undecided(reason)
-    difference = seed_bootstrap.over_seeds(samples[0] - samples[1], seed=options["seed"])
+    difference = metrics.over_seeds(samples[0] - samples[1], seed=options["seed"])
     difference = difference[np.isfinite(difference)]
-    if len(difference) < diagnostics.MIN_DEFINED * options["resamples"]:
+    if len(difference) < metrics.MIN_DEFINED * options["resamples"]:
         return _undecided(f"too few queries: d(topk) of the {side} lengths exists in too few resamples")
     lo, hi = metrics.interval(difference)
     learned = lo > 0
@@ -218,8 +217,8 @@ def _useful(
     clusters = runs[0].array("/".join((*where, "clusters")))
     own = hits(runs, NATIVE) - hits(runs, "cosine")
     luck = hits(controls, "dot") - hits(controls, "cosine")
-    gain = seed_bootstrap.mean_interval(own - luck, clusters, **options)
-    helps = seed_bootstrap.mean_interval(own, clusters, **options)
+    gain = metrics.mean_interval(own - luck, clusters, **options)
+    helps = metrics.mean_interval(own, clusters, **options)
     report: Json = {
         "metric": metric,
         "native_minus_cosine_run": float(own.mean()),
@@ -237,7 +236,7 @@ def _useful(
         if above:
             return {**report, **_undecided(f"{words}; without {missing} the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
-    beside = seed_bootstrap.mean_interval(hits(runs, NATIVE) - hits(baselines, "cosine"), clusters, **options)
+    beside = metrics.mean_interval(hits(runs, NATIVE) - hits(baselines, "cosine"), clusters, **options)
     report["native_minus_baseline_cosine"] = _delta(beside)
     words += f"; native minus {named}'s cosine is {_signed(*beside, 3)}"
     if above and beside[0] >= 0 >= beside[1]:

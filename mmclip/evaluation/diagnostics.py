@@ -15,12 +15,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mmclip.metrics import auc, geometry
+from mmclip.metrics import RESAMPLES, auc, geometry
 from mmclip.metrics import magnitude as diagnostics
 from mmclip.metrics.fisher_report import RESAMPLES as FISHER_RESAMPLES
 from mmclip.metrics.fisher_report import fisher_report
 from mmclip.metrics.magnitude import Effect, Json
-from mmclip.metrics.rank import RESAMPLES
 from mmclip.retrieval.ranking import Ranking, as_floats
 from mmclip.similarity import (
     FIXED_NORMALIZATIONS,

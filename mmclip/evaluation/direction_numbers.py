@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmclip import metrics
 from mmclip.evaluation.eval_set import Pool
 from mmclip.evaluation.results import NATIVE, Array, Json
 from mmclip.metrics import magnitude as diagnostics
-from mmclip.metrics import rank as metrics
 from mmclip.retrieval.ranking import Ranking
 from mmclip.retrieval.sides import exact_dots, inverse
 from mmclip.similarity import Direction, magnitude

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.errors import UserError, printable
-from mmclip.retrieval.qrels import Judged
+from mmclip.retrieval.qrels import Qrels
 from mmclip.retrieval.sides import lengths
 
 Array = NDArray[Any]
@@ -136,7 +136,7 @@ class EvalData:
                 raise UserError(f"{name} has {len(values)} entries; {n} embeddings need {n}")
         # Also checks the pairs and gains: rows that exist, and at least one.
         self.pairs = torch.as_tensor(self.pairs, dtype=torch.int64).cpu()
-        Judged.read(self.pairs, self.gains, len(self.image), len(self.text))
+        Qrels(self.pairs, self.gains).check(len(self.image), len(self.text))
         if self.owner is not None:
             outside = [o for o in self.owner if not -1 <= o < len(self.image)]
             if outside:

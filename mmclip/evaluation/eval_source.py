@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mmclip import metrics
 from mmclip.data.distractors import KINDS, TWINS, Corrupted, captions
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text
 from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import Distractors, EvalData
-from mmclip.metrics import rank as metrics
 from mmclip.models.factory import ClipModel
 from mmclip.models.towers import as_bytes
-from mmclip.retrieval.ranking import rank_both_ways
+from mmclip.retrieval.ranking import rank_both
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 
 
@@ -93,7 +93,7 @@ class EvalSource:
         scorings = {"native": Exponents(*(float(g) for g in native)), "cosine": Normalization.COSINE.exponents}
         numbers = {}
         for direction, rankings in zip(
-            CLIP_DIRECTIONS, rank_both_ways(data.image, data.text, data.pairs, scorings), strict=True
+            CLIP_DIRECTIONS, rank_both(data.image, data.text, data.pairs, scorings), strict=True
         ):
             for name, ranking in rankings.items():
                 success = metrics.success_at(1, ranking.ranks, ranking.offsets).mean()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.backwards import Backwards
 from mmclip.evaluation.diagnostics import diagnose
@@ -21,9 +22,8 @@ from mmclip.evaluation.direction_numbers import one_direction
 from mmclip.evaluation.eval_set import MAIN_POOL, EvalData, Pool, make_pools
 from mmclip.evaluation.results import NATIVE, REVERSED, Array, Json, Results
 from mmclip.metrics import magnitude as diagnostics
-from mmclip.metrics import rank as metrics
+from mmclip.retrieval import BLOCK_BYTES, Qrels, Ranking, as_floats, rank_both
 from mmclip.retrieval.hubness import Bank, reversed_exponents
-from mmclip.retrieval.ranking import BLOCK_BYTES, Ranking, as_floats, rank_both_ways
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,
@@ -78,11 +78,10 @@ def evaluate(
         lengths: Json = {}
         told: Json = {}
         chance: Json = {}
-        ways = rank_both_ways(
+        ways = rank_both(
             *CLIP_DIRECTIONS[0].roles(pool.vectors),
-            pool.pairs,
+            Qrels(pool.pairs, pool.gains),
             scorings,
-            gains=pool.gains,
             top_k={"cosine": diagnostics.TOP_K, NATIVE: diagnostics.TOP_K},
             block_bytes=block_bytes,
             progress=partial(progress, pool.name) if progress is not None else None,

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mmclip import metrics
 from mmclip.evaluation.comparison import change
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.metrics import rank as metrics
 
 Array = NDArray[Any]
 Json = dict[str, Any]

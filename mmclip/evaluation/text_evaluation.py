@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmclip import metrics
 from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.diagnostics import diagnose
@@ -24,10 +25,9 @@ from mmclip.evaluation.eval_set import LONGEST, MAIN_POOL, Pool, text_lengths
 from mmclip.evaluation.results import NATIVE, Array, Json, Results
 from mmclip.evaluation.trec import RankedList, measurable, measure_list
 from mmclip.metrics import magnitude as diagnostics
-from mmclip.metrics import rank as metrics
 from mmclip.models.metadata import native_exponents
 from mmclip.models.text_encoder import TextEncoder
-from mmclip.retrieval.ranking import BLOCK_BYTES, Ranking, as_floats, rank
+from mmclip.retrieval import BLOCK_BYTES, Qrels, Ranking, as_floats, rank
 from mmclip.retrieval.sides import exact_dots, inverse, lengths
 from mmclip.similarity import FIXED_NORMALIZATIONS, TINY, Direction, Exponents, Normalization
 
@@ -85,9 +85,8 @@ def evaluate_text(
     whole = rank(
         query,
         document,
-        collection.pairs,
+        Qrels(collection.pairs, collection.gains),
         scorings,
-        gains=collection.gains,
         top_k=dict.fromkeys(scorings, max(depth, DEPTH)),
         excluded=_excluded(collection),
         block_bytes=block_bytes,
@@ -168,9 +167,8 @@ def quick_numbers(collection: TextCollection, query: Tensor, document: Tensor, n
     {"val_q2d_ndcg@10_native", "val_q2d_ndcg@10_cosine", "val_q2d_success@1_native", "val_q2d_success@1_cosine"}.
     """
     scorings = {NATIVE: as_floats(native), "cosine": Normalization.COSINE.exponents}
-    ways = rank(
-        query, document, collection.pairs, scorings, gains=collection.gains, excluded=_excluded(collection)
-    )  # fmt: skip
+    qrels = Qrels(collection.pairs, collection.gains)
+    ways = rank(query, document, qrels, scorings, excluded=_excluded(collection))
     values = {name: metrics.per_query(r.ranks, r.offsets, r.gains, WATCHED) for name, r in ways.items()}
     return {f"val_q2d_{rate}_{name}": float(values[name][rate].mean()) for rate in WATCHED for name in scorings}
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mmclip import metrics
 from mmclip.data.beir import TextCollection, read_lines
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
-from mmclip.metrics import rank as metrics
 
 RUNS, RUN_ENDING, QRELS_FILE = "runs", ".trec", "qrels.trec"
 LARGEST_GAIN = 1000  # trec_eval counts by level of relevance, and keeps a list as long as the highest

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from mmclip import metrics
 from mmclip.data.image_text import BadSample, ImageTextData
 from mmclip.data.scenes.classes import CLASSES, build_scene_classes
 from mmclip.data.shards import builtin_root, find_split, is_folder, shards_of
@@ -24,7 +25,6 @@ from mmclip.embeddings.encode import Runner, encode_text
 from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
-from mmclip.metrics import rank as metrics
 from mmclip.models.factory import ClipModel
 from mmclip.reporting.formats import rate
 from mmclip.retrieval.ranking import as_floats, rank

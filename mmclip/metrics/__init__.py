@@ -1,0 +1,55 @@
+"""Numbers from ranks and raw embeddings, with intervals: ranking metrics, magnitude statistics, geometry, Fisher.
+
+Ranking metrics of single queries (:func:`per_query`), one bootstrap over clusters of queries and training seeds, paired
+significance, Cohen's d and AUC of the documents' norms, geometry of raw vectors, condition numbers of Fisher matrices.
+Imports :mod:`mmclip.retrieval` (the Ranking type) and :mod:`mmclip.similarity`; knows roles, no modality.
+"""
+
+from mmclip.metrics.bootstrap import (
+    DETECTABLE,
+    LEVEL,
+    MIN_DEFINED,
+    RESAMPLES,
+    Estimate,
+    cluster_counts,
+    cluster_sums,
+    estimate,
+    finite_interval,
+    interval,
+    mean_interval,
+    mean_intervals,
+    mean_samples,
+    over_seeds,
+    paired_difference,
+    several,
+)
+from mmclip.metrics.rank import RATES, TEXT_RATES, clamped, cutoff, per_query, success_at
+from mmclip.metrics.significance import holm, randomization_p, smallest_detectable
+
+__all__ = [
+    "DETECTABLE",
+    "LEVEL",
+    "MIN_DEFINED",
+    "RATES",
+    "RESAMPLES",
+    "TEXT_RATES",
+    "Estimate",
+    "clamped",
+    "cluster_counts",
+    "cluster_sums",
+    "cutoff",
+    "estimate",
+    "finite_interval",
+    "holm",
+    "interval",
+    "mean_interval",
+    "mean_intervals",
+    "mean_samples",
+    "over_seeds",
+    "paired_difference",
+    "per_query",
+    "randomization_p",
+    "several",
+    "smallest_detectable",
+    "success_at",
+]

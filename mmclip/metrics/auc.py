@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mmclip.metrics import bootstrap as metrics
 from mmclip.metrics import magnitude as diagnostics
-from mmclip.metrics import rank as metrics
 from mmclip.metrics.magnitude import Effect
 from mmclip.retrieval.ranking import Ranking
 
@@ -111,11 +111,11 @@ def _bootstrap(
     samples = np.array(
         [
             auc(*split(times))
-            for chunk in metrics.cluster_draws(n_clusters, resamples=resamples, seed=seed)
+            for chunk in metrics.cluster_counts(n_clusters, resamples=resamples, seed=seed)
             for times in chunk
         ]
     )
     defined = samples[np.isfinite(samples)]
-    enough = n_clusters > 1 and len(defined) >= diagnostics.MIN_DEFINED * resamples
+    enough = n_clusters > 1 and len(defined) >= metrics.MIN_DEFINED * resamples
     ci = list(metrics.interval(defined)) if enough else None
     return {"value": auc(relevant, irrelevant), "ci": ci, "n_relevant": n_rel, "n_irrelevant": n_irr}, None

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mmclip.metrics import rank as metrics
+from mmclip.metrics import bootstrap as metrics
 from mmclip.metrics.fisher import (
     EPSILON,
     document_fisher,
@@ -221,7 +221,7 @@ def _interval(value: float, parts: Tensor, groups: list[Tensor], resamples: int,
         return None
     counts = np.array([len(g) for g in groups], dtype=np.float64)
     samples = []
-    for chunk in metrics.cluster_draws(len(groups), resamples=resamples, seed=seed):
+    for chunk in metrics.cluster_counts(len(groups), resamples=resamples, seed=seed):
         for times in chunk:
             weights = torch.as_tensor(times / (times @ counts), device=parts.device)
             samples.append(log10_kappa(torch.linalg.eigvalsh(torch.tensordot(weights, parts, dims=1))))

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata
 
-from mmclip.metrics import rank as metrics
+from mmclip.metrics import bootstrap as metrics
 from mmclip.metrics.bootstrap import MIN_DEFINED
 from mmclip.retrieval.ranking import Ranking
 

@@ -1,23 +1,20 @@
-"""Ranks -> numbers with intervals. numpy only; imports nothing of mmclip.
+"""Ranking metrics of single queries, from the ranks of their relevant documents. numpy only.
 
 Queries are ragged: query i's relevant documents have the ranks ``ranks[offsets[i]:offsets[i + 1]]``, 1 is best. Names
-follow ir_measures' definitions: CLIP papers' "R@k" with several captions is success@k here.
+follow ir_measures' definitions: CLIP papers' "R@k" with several captions an image is success@k here.
 
     success@k   1 if a relevant document is among the first k
     recall@k    the fraction of the relevant documents among the first k
     mrr@k       1 / rank of the first relevant document, 0 beyond k
-    ndcg@k      gains over log2(1 + rank), divided by the best that k documents can reach; gains are 1 unless given
+    ndcg@k      gains over log2(1 + rank), divided by the best that k documents can reach; gains are 1 by default
     map         the mean, over the relevant documents, of the share of relevant ones down to their rank
 
-k above the number of candidates asks for all of them (:func:`clamped` names such rates).
-
-Intervals are percentile bootstraps over **clusters** of queries: the captions of one image are not independent
-questions, so they are drawn together.
+k above the number of candidates means all of them (:func:`clamped` names such metrics).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,9 +22,6 @@ from numpy.typing import ArrayLike, NDArray
 
 RATES = ("success@1", "success@5", "success@10", "recall@5", "mrr@10", "ndcg@10", "map")
 TEXT_RATES = (*RATES, "recall@100")  # of text retrieval
-LEVEL = 0.95  # of every interval
-RESAMPLES = 1000
-_CHUNK = 2**22  # resampled cluster numbers held at once
 
 Array = NDArray[Any]
 
@@ -71,13 +65,12 @@ def ndcg_at(k: int, ranks: Array, offsets: Array, gains: ArrayLike | None = None
     """
     g = np.ones(len(ranks)) if gains is None else np.asarray(gains, dtype=np.float64)
     order = np.lexsort((-g, _query_numbers(offsets)))
-    best_ranks = 1 + np.arange(len(g)) - np.repeat(offsets[:-1], np.diff(offsets))
 
     def discounted(g: Array, r: Array) -> Array:
-        found: Array = np.add.reduceat(np.where(r <= k, g / np.log2(1.0 + r), 0.0), offsets[:-1])
-        return found
+        total: Array = np.add.reduceat(np.where(r <= k, g / np.log2(1.0 + r), 0.0), offsets[:-1])
+        return total
 
-    return discounted(g, np.asarray(ranks)) / discounted(g[order], best_ranks)
+    return discounted(g, np.asarray(ranks)) / discounted(g[order], _places(offsets))
 
 
 def average_precision(ranks: Array, offsets: Array) -> Array:
@@ -87,8 +80,7 @@ def average_precision(ranks: Array, offsets: Array) -> Array:
     array([0.75, 0.5 ])
     """
     ordered = np.asarray(ranks)[np.lexsort((ranks, _query_numbers(offsets)))]
-    place = 1 + np.arange(len(ordered)) - np.repeat(offsets[:-1], np.diff(offsets))
-    precision: Array = np.add.reduceat(place / ordered, offsets[:-1])
+    precision: Array = np.add.reduceat(_places(offsets) / ordered, offsets[:-1])
     return precision / np.diff(offsets)
 
 
@@ -97,13 +89,22 @@ def _query_numbers(offsets: Array) -> Array:
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
 
 
+def _places(offsets: Array) -> Array:
+    """[P]: 1, 2, ... within each query."""
+    places: Array = 1 + np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    return places
+
+
 def first_rank(ranks: Array, offsets: Array) -> Array:
     """[Q] int64: rank of each query's best relevant document."""
     return np.minimum.reduceat(np.asarray(ranks, dtype=np.int64), offsets[:-1])
 
 
 def cutoff(rate: str) -> int | None:
-    """k of a rate's name; None for map, which has none. Errors: ValueError naming what is valid.
+    """k of a metric's name; None for map, which has none.
+
+    Raises:
+        ValueError: the name is unknown; the valid ones are listed.
 
     >>> cutoff("recall@20")
     20
@@ -117,7 +118,7 @@ def cutoff(rate: str) -> int | None:
 
 
 def clamped(n_candidates: int, rates: Iterable[str] = RATES) -> dict[str, int]:
-    """The rates whose k exceeds the number of candidates, with the k that they amount to.
+    """The metrics whose k exceeds the number of candidates, with the k that they amount to.
 
     >>> clamped(4, ["success@1", "success@5", "map"])
     {'success@5': 4}
@@ -128,11 +129,15 @@ def clamped(n_candidates: int, rates: Iterable[str] = RATES) -> dict[str, int]:
 def per_query(
     ranks: ArrayLike, offsets: ArrayLike, gains: ArrayLike | None = None, rates: Iterable[str] = RATES
 ) -> dict[str, Array]:
-    """Every one of ``rates``, and ``first_rank``, for every query: name -> [Q].
+    """Each of ``rates``, and ``first_rank``, of every query: name -> [Q].
 
-    ranks [P]: ranks of relevant documents, grouped by query; offsets [Q + 1], rising; gains [P]: how relevant, for
-    ndcg.
-    Errors: ValueError for a query without a relevant document (leave it out), ranks below 1, or an unknown rate.
+    Args:
+        ranks: [P] ranks of relevant documents, grouped by query.
+        offsets: [Q + 1], rising from 0 to P.
+        gains: [P] how relevant, for ndcg; 1 by default.
+
+    Raises:
+        ValueError: a query has no relevant document (leave it out), a rank is below 1, or a metric is unknown.
     """
     r, o = np.asarray(ranks), np.asarray(offsets)
     if len(o) < 2 or o[0] != 0 or o[-1] != len(r) or (np.diff(o) < 1).any():
@@ -151,58 +156,3 @@ def per_query(
             values[rate] = measure(k, r, o)
     values["first_rank"] = first_rank(r, o)
     return values
-
-
-def cluster_draws(n: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """How often each of n clusters is in a bootstrap sample of n of them: chunks [b, n], ``resamples`` rows in all."""
-    rng = np.random.default_rng(seed)
-    chunk = max(1, _CHUNK // n)
-    for start in range(0, resamples, chunk):
-        b = min(chunk, resamples - start)
-        drawn = rng.integers(0, n, size=(b, n)) + n * np.arange(b)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=b * n).reshape(b, n).astype(np.float64)
-
-
-def cluster_sums(
-    values: ArrayLike, clusters: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
-) -> NDArray[np.float64]:
-    """Sums of ``values`` over bootstrap samples of clusters: values [Q, m], clusters [Q] -> [resamples, m].
-
-    A sample draws as many clusters as there are, with replacement, and takes all queries of each. The same clusters
-    and seed give the same samples, so sums of two runs over the same queries are paired.
-    """
-    v = np.asarray(values, dtype=np.float64)
-    names, member = np.unique(np.asarray(clusters), return_inverse=True)
-    n = len(names)
-    by_cluster = np.zeros((n, v.shape[1]))
-    np.add.at(by_cluster, member, v)
-    return np.concatenate([times @ by_cluster for times in cluster_draws(n, resamples=resamples, seed=seed)])
-
-
-def interval(samples: ArrayLike) -> tuple[float, float]:
-    """(lo, hi): the central 95% of bootstrap samples [B]."""
-    lo, hi = np.quantile(np.asarray(samples, dtype=np.float64), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(lo), float(hi)
-
-
-def mean_intervals(
-    values: ArrayLike, clusters: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
-) -> list[tuple[float, float, float]]:
-    """(mean, lo, hi) of each column of values [Q, m]; clusters [Q] says which queries are drawn together."""
-    v = np.asarray(values, dtype=np.float64)
-    with_count = np.column_stack([v, np.ones(len(v))])
-    sums = cluster_sums(with_count, clusters, resamples=resamples, seed=seed)
-    means = sums[:, :-1] / sums[:, -1:]
-    return [(float(v[:, j].mean()), *interval(means[:, j])) for j in range(v.shape[1])]
-
-
-def paired_difference(
-    a: ArrayLike, b: ArrayLike, clusters: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
-) -> tuple[float, float, float]:
-    """(delta, lo, hi) of mean(b) - mean(a), the same queries in both: a [Q], b [Q], clusters [Q].
-
-    >>> paired_difference([0, 0, 1, 1], [1, 0, 1, 1], [0, 1, 2, 3])[0]
-    0.25
-    """
-    difference = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
-    return mean_intervals(difference[:, None], clusters, resamples=resamples, seed=seed)[0]

@@ -1,34 +1,27 @@
-"""Whether two runs' means differ by more than the choice of queries, and what difference could have been seen at all.
+"""Paired significance of the difference of two runs' means over the same queries.
 
-A paired randomization test (Smucker, Allan & Carterette 2007): if the two runs are one, which of them a query's two
-numbers belong to is a coin's toss, so the sign of every difference is. Of several comparisons with one
-first run, p-values are corrected by Holm's procedure, too.
+A paired randomization test (Smucker, Allan & Carterette 2007): under the null hypothesis the two runs are exchangeable,
+so the sign of each query's difference is a coin's toss. Of several comparisons with one first run, p-values are
+corrected by Holm's procedure (1979).
 
     smallest detectable effect = 2.8 * s / sqrt(Q)
 
-s: sample standard deviation of the Q paired differences; 2.8 = z(0.975) + z(0.8): a true difference as large as that is
-found by a two-sided test at 5 % in four samples of five. What is smaller may be there, and these queries may not tell.
+s: sample standard deviation of the Q paired differences; 2.8 = z(0.975) + z(0.8): a two-sided test at 5 % detects a
+true difference of this size in four samples of five. A smaller one may exist and stay undetected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.stats import permutation_test
 
-from mmclip.evaluation.comparable import same_data
-from mmclip.evaluation.comparison import change
-from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.results import NATIVE, Results
 from mmclip.metrics.bootstrap import DETECTABLE
 
 FLIPS = 9999  # sign patterns tried where there are more, so p is never below 1 / 10,000
-
-Json = dict[str, Any]
 
 
 def randomization_p(a: ArrayLike, b: ArrayLike, *, flips: int = FLIPS, seed: int = 0) -> float:
@@ -75,33 +68,3 @@ def holm(p: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p) - tried) * p[i]))
         corrected[i] = largest
     return corrected
-
-
-def against_first(values: Sequence[NDArray[Any]], *, flips: int = FLIPS, seed: int = 0) -> list[Json]:
-    """What each of values[1:] [Q] has over values[0] [Q], the same queries in all: {"delta", "ci", "within_noise", "p",
-    "smallest_detectable", "flips"} and, of several, "p_holm"."""
-    first, *others = values
-    queries = np.arange(len(first))
-    found: list[Json] = [
-        {
-            **change(first, other, queries),
-            "p": randomization_p(first, other, flips=flips, seed=seed),
-            "smallest_detectable": smallest_detectable(first, other),
-            "flips": flips,
-        }
-        for other in others
-    ]
-    if len(found) > 1:
-        for one, p in zip(found, holm([f["p"] for f in found]), strict=True):
-            one["p_holm"] = p
-    return found
-
-
-def significance(runs: Mapping[str, Results], scoring: str = NATIVE, metric: str = "ndcg@10") -> dict[str, Json]:
-    """:func:`against_first` of finished text runs (q2d), the first being what the others are measured against: name of
-    every other -> its answer. Errors: UserError where the runs were not evaluated on the same data."""
-    first, *others = runs.values()
-    for other in others:
-        same_data(first, other)
-    values = [r.query_values(MAIN_POOL, "q2d", scoring, metric) for r in runs.values()]
-    return dict(zip(list(runs)[1:], against_first(values), strict=True))

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mmclip import metrics
 from mmclip.errors import printable
 from mmclip.evaluation.comparison import compare, scoring_gain
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
-from mmclip.metrics import rank as metrics
 from mmclip.reporting.formats import delta, number, rate, span
 from mmclip.reporting.source import ReportRun
 from mmclip.reporting.table import is_number

@@ -11,7 +11,7 @@ from rich.text import Text
 from mmclip.errors import printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
-from mmclip.metrics.significance import significance
+from mmclip.evaluation.significance import significance
 from mmclip.reporting.formats import NONE, delta, effect, number, rate
 from mmclip.reporting.table_parts import column, gap, make_console, name_cell, new_table, row, titled
 from mmclip.reporting.tables import print_verdict

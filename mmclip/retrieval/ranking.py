@@ -15,23 +15,23 @@ irrelevant stand first, then the less relevant, then the smaller document row. S
     s(q, d) = (q . d) / (|q| |d|**gamma_d)
 
 and all scorings come from one matrix product, those of the other direction too: :func:`rank` has one direction,
-:func:`rank_both_ways` two. Scores are exact, float64 rounded to float32 once (:mod:`mmclip.retrieval.rank_blocks` says how), so
+:func:`rank_both` two. Scores are exact, float64 rounded to float32 once (:mod:`mmclip.retrieval.rank_blocks` says how), so
 ranks depend neither on the tiles nor on which side is cut into rows: equal vectors tie wherever they stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from mmclip.errors import UserError
-from mmclip.retrieval.qrels import Judged
+from mmclip.retrieval.qrels import Judged, Qrels
 from mmclip.retrieval.rank_blocks import Asked, Progress, Ranked, count_tiles
 from mmclip.retrieval.sides import Scoring, Side, exact_dots, inverse, lengths
 from mmclip.retrieval.tiles import bfloat16_pays, full_float32, rough_error, tile_error
@@ -82,10 +82,9 @@ def as_floats(exponents: Exponents) -> Exponents:
 def rank(
     query: Tensor,
     document: Tensor,
-    pairs: Tensor | Array,
+    qrels: Qrels | ArrayLike | Tensor,
     scorings: Mapping[str, Exponents],
     *,
-    gains: Array | Sequence[float] | None = None,
     top_k: Mapping[str, int] | None = None,
     excluded: Array | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -93,13 +92,13 @@ def rank(
 ) -> dict[str, Ranking]:
     """Rank the documents of every query that has a relevant one, once for every scoring.
 
-    query [Q, D], document [N, D]: raw vectors on one device; pairs [P, 2]: (query row, document row); scorings:
-    name -> exponents; gains [P]: how relevant, above 0; top_k: scoring -> how many of the best documents to list, none
-    by default. excluded [X, 2]: (query row, document row) of documents that do not exist for a query, neither listed
+    query [Q, D], document [N, D]: raw vectors on one device; qrels: graded relevance, or pairs [P, 2] of (query row,
+    document row) that are equally relevant; scorings: name -> exponents; top_k: scoring -> how many of the best
+    documents to list, none by default. excluded [X, 2]: (query row, document row) of documents that do not exist for a query, neither listed
     nor counted in its ranks; no list is then longer than the documents that are left to any query.
     progress: called with (scores done, scores in all) after each tile.
     Memory beside the vectors and the result is about ``block_bytes``.
-    Errors: UserError for embeddings that are not finite or whose D differ, and for unusable pairs or gains; also where
+    Errors: UserError for embeddings that are not finite or whose D differ, and for pairs of rows that do not exist; also where
     a relevant document is excluded.
 
     >>> from mmclip.similarity import Normalization
@@ -108,26 +107,25 @@ def rank(
     >>> {name: r.ranks.tolist() for name, r in rank(q, d, [[0, 1]], scorings).items()}
     {'cosine': [2], 'dot': [1]}
     """
-    return _rank(query, document, pairs, scorings, gains, top_k, block_bytes, progress, False, excluded)[0]
+    return _rank(query, document, qrels, scorings, top_k, block_bytes, progress, False, excluded)[0]
 
 
-def rank_both_ways(
+def rank_both(
     query: Tensor,
     document: Tensor,
-    pairs: Tensor | Array,
+    qrels: Qrels | ArrayLike | Tensor,
     scorings: Mapping[str, Exponents],
     *,
-    gains: Array | Sequence[float] | None = None,
     top_k: Mapping[str, int] | None = None,
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Ranking], dict[str, Ranking]]:
     """:func:`rank`, and the direction in which the two sides exchange their roles, from one matrix product.
 
-    The same two results as ``rank(query, document, pairs, ...)`` and ``rank(document, query, pairs flipped, ...)``:
+    The same two results as ``rank(query, document, qrels, ...)`` and ``rank(document, query, qrels.transposed(), ...)``:
     exponents belong to roles, so under qnorm the first divides by |query|, the second by |document|.
     """
-    first, second = _rank(query, document, pairs, scorings, gains, top_k, block_bytes, progress, True)
+    first, second = _rank(query, document, qrels, scorings, top_k, block_bytes, progress, True)
     return first, second
 
 
@@ -135,9 +133,8 @@ def rank_both_ways(
 def _rank(
     query: Tensor,
     document: Tensor,
-    pairs: Tensor | Array,
+    qrels: Qrels | ArrayLike | Tensor,
     scorings: Mapping[str, Exponents],
-    gains: Array | Sequence[float] | None,
     top_k: Mapping[str, int] | None,
     block_bytes: int,
     progress: Progress | None,
@@ -150,7 +147,9 @@ def _rank(
             "queries [Q, D] and documents [N, D] must share D"
         )
     length = lengths(query, "query"), lengths(document, "document")
-    judged = [Judged.read(pairs, gains, len(query), len(document))]
+    qrels = qrels if isinstance(qrels, Qrels) else Qrels(qrels)
+    qrels.check(len(query), len(document))
+    judged = [Judged.read(qrels.pairs, qrels.gains, len(query), len(document))]
     out = None
     if excluded is not None and len(excluded):
         judged[0], out = judged[0].with_excluded(excluded, len(query))

@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
+from mmclip import metrics
 from mmclip.config.loss import LossConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.comparable import same_data
 from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import Estimate, mean_samples, over_seeds
-from mmclip.metrics.magnitude import MIN_DEFINED
+from mmclip.metrics import MIN_DEFINED, Estimate, mean_samples, over_seeds
 from mmclip.reporting.table import is_number
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.study.arms import Arm, baseline_of, control_of

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mmclip.evaluation.results import NATIVE
-from mmclip.metrics.significance import DETECTABLE
+from mmclip.metrics import DETECTABLE
 from mmclip.reporting.table import is_number
 from mmclip.roles import Normalization
 from mmclip.study.judgements import MATRICES

@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.comparable import same_data
 from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import mean_samples, over_seeds
-from mmclip.metrics.magnitude import MIN_DEFINED
-from mmclip.metrics.significance import DETECTABLE
+from mmclip.metrics import DETECTABLE, MIN_DEFINED, mean_samples, over_seeds
 from mmclip.reporting.table import is_number
 from mmclip.roles import NORMS, Direction
 from mmclip.study.kinds import TEXT

@@ -33,9 +33,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import mean_samples, over_seeds
-from mmclip.metrics.significance import DETECTABLE
+from mmclip import metrics
+from mmclip.metrics import DETECTABLE, mean_samples, over_seeds
 from mmclip.roles import NORMS, Normalization
 
 OTHERS = NORMS[1:]
@@ -51,7 +50,7 @@ Values = Mapping[str, Mapping[str, Array]]  # norm -> scoring ("native", "cosine
 def estimate(values: Array, *, resamples: int = metrics.RESAMPLES, seed: int = 0) -> Json:
     """Mean of values [S, Q], a row a seed, a column a held-out query: {"value", "ci", "se", "above"}.
 
-    "ci" is that of seed_bootstrap.mean_interval, "se" the standard deviation of its samples, "above" the share of them
+    "ci" is that of metrics.mean_interval, "se" the standard deviation of its samples, "above" the share of them
     above 0.
     """
     samples = _samples(values, resamples, seed)

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from mmclip import metrics
 from mmclip.losses.contrastive import ContrastiveLoss
-from mmclip.metrics import rank as metrics
-from mmclip.retrieval.ranking import as_floats, rank
+from mmclip.retrieval import Qrels, as_floats, rank
 from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents
 from mmclip.tasks.advise import NORMS
 
@@ -152,9 +152,9 @@ def answer(
     report: dict[str, dict[str, Array]] = {}
     for direction in directions:
         forward = direction.query_side == data.sides[0]
-        query, document, pairs = (first, second, data.pairs) if forward else (second, first, data.pairs[:, ::-1].copy())
+        query, document, pairs = (first, second, data.pairs) if forward else (second, first, data.pairs[:, ::-1])
         found = report[direction.value] = {}
-        for name, ranking in rank(query, document, pairs, scorings, gains=data.gains).items():
+        for name, ranking in rank(query, document, Qrels(pairs, data.gains), scorings).items():
             values = metrics.per_query(ranking.ranks, ranking.offsets, ranking.gains, [metric])[metric]
             unit = ranking.queries if forward or data.owner is None else data.owner[ranking.queries]
             times = np.bincount(unit, minlength=len(data.first))

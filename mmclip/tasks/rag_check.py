@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mmclip import metrics
 from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
-from mmclip.metrics import rank as metrics
 from mmclip.similarity import Direction
 from mmclip.tasks.rag import Prompt, exact_match, first_line, has_answer, token_f1
 from mmclip.training.log import LINE_SECONDS, progress_bar

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
+from mmclip import metrics
 from mmclip.data.beir import read_lines
 from mmclip.errors import UserError, printable
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.magnitude import MIN_DEFINED, summary
+from mmclip.metrics.magnitude import summary
 from mmclip.similarity import FIXED_NORMALIZATIONS, TINY, Exponents, magnitude, score
 
 SCORE_NAMES = ("score", "label", "similarity")  # the benchmark's file, GLUE on the hub, others
@@ -183,14 +183,14 @@ def spearman(x: Array, y: Array) -> float | None:
 class PairBootstrap:
     """Spearman with gold scores [P] over bootstrap samples of groups of pairs [P], the same samples for all scorings.
 
-    A sample draws as many groups as there are, with replacement, takes all pairs of each (metrics.cluster_draws), and
+    A sample draws as many groups as there are, with replacement, takes all pairs of each (metrics.cluster_counts), and
     is ranked anew; a pair that was drawn n times is n tied pairs.
     """
 
     def __init__(self, gold: Array, groups: Array, *, resamples: int = metrics.RESAMPLES, seed: int = 0) -> None:
         names, member = np.unique(groups, return_inverse=True)
         self.resamples, self.seed, self.several = resamples, seed, len(names) > 1
-        draws = metrics.cluster_draws(len(names), resamples=resamples, seed=seed)
+        draws = metrics.cluster_counts(len(names), resamples=resamples, seed=seed)
         self.times = [times[:, member] for times in draws]  # chunks [b, P]: how often each pair is in a sample
         self.gold = [_centred_ranks(gold, times) for times in self.times]
 
@@ -203,9 +203,8 @@ class PairBootstrap:
 
     def interval(self, samples: Array) -> list[float] | None:
         """[lo, hi]; None of a single group, or where too few samples have a value."""
-        defined = samples[np.isfinite(samples)]
-        enough = self.several and len(defined) >= MIN_DEFINED * len(samples)
-        return list(metrics.interval(defined)) if enough else None
+        bounds = metrics.finite_interval(samples) if self.several else None
+        return None if bounds is None else list(bounds)
 
 
 def _centred_ranks(x: Array, times: Array) -> Array:

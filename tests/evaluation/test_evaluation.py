@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import Distractors, EvalData, make_pools
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results, load_results, save_results
-from mmclip.metrics import rank as metrics
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Exponents, Normalization
 

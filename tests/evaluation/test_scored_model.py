@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.scored_model import M, ScoredModel
-from mmclip.metrics import rank as metrics
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 

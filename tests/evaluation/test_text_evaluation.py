@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmclip import metrics
 from mmclip.data.beir import TextCollection, open_beir
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.evaluation.text_evaluation import TextEvaluation, evaluate_text, native_scoring, quick_numbers
-from mmclip.metrics import rank as metrics
 from mmclip.models.text_encoder import TextEncoder, load_text_model
-from mmclip.retrieval.ranking import rank
+from mmclip.retrieval import Qrels, rank
 from mmclip.similarity import Exponents, Normalization, score
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
@@ -70,7 +70,7 @@ def test_ir_measures_and_our_metrics_say_the_same_of_every_query(seed, graded, c
     query, document = vectors_of(c, seed, coarse=coarse)
     for name in ("cosine", "dot", "native"):
         exponents = QNORM if name == "native" else Normalization(name).exponents
-        r = rank(query, document, c.pairs, {name: exponents}, gains=c.gains, excluded=pairs)[name]
+        r = rank(query, document, Qrels(c.pairs, c.gains), {name: exponents}, excluded=pairs)[name]
         ours = metrics.per_query(r.ranks, r.offsets, r.gains, metrics.TEXT_RATES)
         for rate in (*metrics.TEXT_RATES, "first_rank"):
             theirs = done.results.query_values("retrieval", "q2d", name, rate)

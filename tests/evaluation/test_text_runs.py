@@ -9,9 +9,9 @@ import ir_measures
 import numpy as np
 import pytest
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.trec import RankedList, measure_list, measure_run, read_run, write_qrels, write_run
-from mmclip.metrics import rank as metrics
 from tests.evaluation.test_text_evaluation import collection_of, evaluated
 
 RATES = ("ndcg@10", "recall@100", "mrr@10", "success@1")

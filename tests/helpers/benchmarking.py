@@ -14,12 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmclip import load_model
+from mmclip import load_model, metrics
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.evaluation.clip_benchmark import main
 from mmclip.evaluation.eval_source import EvalSource
-from mmclip.metrics import rank as metrics
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization, score

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import estimate, mean_interval, mean_samples, over_seeds, seed_draws
+from mmclip import metrics
+from mmclip.metrics.bootstrap import estimate, mean_interval, mean_samples, over_seeds, seed_counts
 
 B = 40
 
@@ -16,8 +16,8 @@ B = 40
 def naive(values: np.ndarray, clusters: np.ndarray, seed: int) -> list[float]:
     """Means over drawn queries and drawn seeds, one resample and one seed at a time."""
     names = np.unique(clusters)
-    (times,) = metrics.cluster_draws(len(names), resamples=B, seed=seed)
-    draws = seed_draws(len(values), resamples=B, seed=seed)
+    (times,) = metrics.cluster_counts(len(names), resamples=B, seed=seed)
+    draws = seed_counts(len(values), resamples=B, seed=seed)
     found = []
     for b in range(B):
         chosen = [s for s in range(len(values)) for _ in range(int(draws[b, s]))]
@@ -46,7 +46,7 @@ def test_samples_equal_a_plain_double_loop(n_seeds: int, n_clusters: int, seed: 
 def test_one_seed_draws_queries_alone_as_metrics_does() -> None:
     rng = np.random.default_rng(0)
     values, clusters = rng.integers(0, 2, 50), np.arange(50) // 2
-    assert (seed_draws(1, resamples=7) == 1).all()
+    assert (seed_counts(1, resamples=7) == 1).all()
     assert mean_interval([values], clusters) == metrics.mean_intervals(values[:, None], clusters)[0]
 
 
@@ -61,7 +61,7 @@ def test_seeds_that_differ_widen_the_interval_and_equal_ones_do_not() -> None:
 
 
 def test_seeds_are_drawn_with_replacement_and_a_drawn_nan_stays_one() -> None:
-    draws = seed_draws(3, resamples=2000)
+    draws = seed_counts(3, resamples=2000)
     assert (draws.sum(axis=1) == 3).all() and set(np.unique(draws)) == {0, 1, 2, 3}
     np.testing.assert_allclose(draws.mean(axis=0), 1, atol=0.06)
     samples = np.tile([1.0, 2.0, np.nan], (2000, 1))

@@ -10,8 +10,8 @@ import pytest
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdict, verdicts
 from mmclip.evaluation.results import Results
+from mmclip.evaluation.significance import against_first, significance
 from mmclip.evaluation.text_evaluation import evaluate_text
-from mmclip.metrics.significance import against_first, significance
 from mmclip.reporting.diagnostics_table import diagnostics_table
 from mmclip.reporting.table_parts import make_console
 from mmclip.reporting.text_tables import files_table, print_text_comparison, print_text_run, text_notes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmclip.retrieval import ranking as retrieval
 from mmclip.retrieval.rank_blocks import Ranked
-from mmclip.retrieval.ranking import Ranking, rank, rank_both_ways
+from mmclip.retrieval.ranking import Ranking, rank, rank_both
 from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, score
 
 SCORINGS = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {"native": Exponents(0.3, 0.6)}
@@ -69,7 +69,7 @@ KINDS = ["random", "collapsed", "duplicates", "near duplicates", "one giant", "z
 def test_close_scores_rank_as_in_float64_whatever_the_block(kind, block_bytes):
     image, text, pairs = case_of(kind, KINDS.index(kind))
     options = {"top_k": dict.fromkeys(SCORINGS, 7), "block_bytes": block_bytes}
-    ways = rank_both_ways(image, text, pairs, SCORINGS, **options)
+    ways = rank_both(image, text, pairs, SCORINGS, **options)
     for (query, document, own), found in zip(((image, text, pairs), (text, image, pairs[:, ::-1])), ways, strict=True):
         alone = rank(query, document, own, SCORINGS, **options)
         for name, exponents in SCORINGS.items():
@@ -91,7 +91,7 @@ def half(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_search_in_bfloat16_changes_nothing(kind, half):
     image, text, pairs = case_of(kind, 7)
-    ways = rank_both_ways(image, text, pairs, SCORINGS, block_bytes=200_000)
+    ways = rank_both(image, text, pairs, SCORINGS, block_bytes=200_000)
     for name, exponents in SCORINGS.items():
         assert_naive(ways[0][name], image, text, pairs, exponents, 0)
         assert_naive(ways[1][name], text, image, pairs[:, ::-1], exponents, 0)
@@ -104,7 +104,7 @@ def test_well_separated_captions_are_found_by_search_alone(half, monkeypatch):
     text = image.repeat_interleave(3, 0) + 0.9 * torch.randn(900, 64, generator=gen)
     pairs = np.array([[t // 3, t] for t in range(900)])
     monkeypatch.setattr(Ranked, "count", None)  # what counts whole tiles
-    ways = rank_both_ways(image, text, pairs, SCORINGS, block_bytes=1 << 20)
+    ways = rank_both(image, text, pairs, SCORINGS, block_bytes=1 << 20)
     for name, exponents in SCORINGS.items():
         assert_naive(ways[0][name], image, text, pairs, exponents, 0)
         assert_naive(ways[1][name], text, image, pairs[:, ::-1], exponents, 0)
@@ -116,8 +116,8 @@ def test_the_result_does_not_know_which_side_is_cut_into_rows():
     image, text = torch.randn(700, 48, generator=gen), torch.randn(1100, 48, generator=gen)
     pairs = np.array([[t % 700, t] for t in range(1100)])
     options = {"top_k": {"cosine": 5}, "block_bytes": 1 << 20}
-    one = rank_both_ways(image, text, pairs, SCORINGS, **options)
-    other = rank_both_ways(text, image, pairs[:, ::-1], SCORINGS, **options)
+    one = rank_both(image, text, pairs, SCORINGS, **options)
+    other = rank_both(text, image, pairs[:, ::-1], SCORINGS, **options)
     for a, b in zip(one, reversed(other), strict=True):
         for name in SCORINGS:
             for field in ("queries", "documents", "ranks", "tied", "top_ids", "top_relevant"):
@@ -134,7 +134,7 @@ def test_random_vectors_and_relevance_rank_as_in_float64(seed, n, m, data):
     pairs = np.unique(pairs.numpy(), axis=0)
     k, block = data.draw(st.integers(1, 70)), data.draw(st.sampled_from([4_000, 20_000, 1 << 22]))
     options = {"top_k": dict.fromkeys(SCORINGS, k), "block_bytes": block}
-    ways = rank_both_ways(image, text, pairs, SCORINGS, **options)
+    ways = rank_both(image, text, pairs, SCORINGS, **options)
     for name, exponents in SCORINGS.items():
         assert_naive(ways[0][name], image, text, pairs, exponents, k)
         assert_naive(ways[1][name], text, image, pairs[:, ::-1], exponents, k)
@@ -154,13 +154,13 @@ def test_reduced_precision_that_is_allowed_is_not_used_and_stays_allowed():
 
 MEMORY = """
 import resource, numpy, torch
-from mmclip.retrieval.ranking import rank_both_ways
+from mmclip.retrieval.ranking import rank_both
 from mmclip.similarity import FIXED_NORMALIZATIONS
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 torch.set_num_threads(1)
 x, n = torch.randn(8000, 8), 8000
 scorings = {n.value: n.exponents for n in FIXED_NORMALIZATIONS}
-def run(n): rank_both_ways(x[:n], x[:n], numpy.array([[i, i] for i in range(n)]), scorings, block_bytes=4 << 20,
+def run(n): rank_both(x[:n], x[:n], numpy.array([[i, i] for i in range(n)]), scorings, block_bytes=4 << 20,
                            top_k={"cosine": 10})
 run(50)
 before = peak()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.retrieval.qrels import Judged, group_pairs
+from mmclip.retrieval.qrels import Judged, Qrels, group_pairs
 from mmclip.retrieval.ranking import rank
 from mmclip.retrieval.sides import Side
 from mmclip.similarity import FIXED_NORMALIZATIONS
@@ -22,7 +22,7 @@ def test_repeated_pairs_count_once():
 
 def test_of_repeated_pairs_the_largest_gain_counts():
     x = torch.eye(3)
-    found = rank(x, x, [[1, 0], [0, 2], [1, 0]], SCORINGS, gains=[1, 5, 2])["dot"]
+    found = rank(x, x, Qrels([[1, 0], [0, 2], [1, 0]], [1, 5, 2]), SCORINGS)["dot"]
     assert (found.queries.tolist(), found.documents.tolist(), found.gains.tolist()) == ([0, 1], [2, 0], [5, 2])
 
 

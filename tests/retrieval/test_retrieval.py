@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.errors import UserError
-from mmclip.retrieval.ranking import Ranking, rank, rank_both_ways
+from mmclip.retrieval import Qrels, Ranking, rank, rank_both
 from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization, score
 
 SCORINGS = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {"native": Exponents(0.3, 0.6)}
@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]
 
 def both_directions(image, text, pairs, **options):
     """direction -> (query, document, (query row, document row) pairs, rankings), by one product for both."""
-    i2t, t2i = rank_both_ways(torch.as_tensor(image), torch.as_tensor(text), np.array(pairs), SCORINGS, **options)
+    i2t, t2i = rank_both(torch.as_tensor(image), torch.as_tensor(text), np.array(pairs), SCORINGS, **options)
     turned = [(t, i) for i, t in pairs]
     return {"i2t": (image, text, pairs, i2t), "t2i": (text, image, turned, t2i)}
 
@@ -93,7 +93,7 @@ def test_ranks_and_best_equal_the_oracle_in_both_directions(case):
 
 def test_less_relevant_documents_stand_first_among_equals():
     query, document = torch.ones(1, 2), torch.ones(4, 2)
-    found = rank(query, document, [[0, 0], [0, 2], [0, 3]], SCORINGS, gains=[3, 1, 2], top_k={"dot": 4})["dot"]
+    found = rank(query, document, Qrels([[0, 0], [0, 2], [0, 3]], [3, 1, 2]), SCORINGS, top_k={"dot": 4})["dot"]
     assert found.gains.tolist() == [3, 1, 2]
     assert found.ranks.tolist() == [4, 2, 3]
     assert found.top_ids.tolist() == [[1, 2, 3, 0]]
@@ -101,7 +101,7 @@ def test_less_relevant_documents_stand_first_among_equals():
 
 def test_progress_ends_at_all_scores():
     x, told = torch.randn(9, 3), []
-    rank_both_ways(x, x[:5], [[0, 0]], SCORINGS, block_bytes=1, progress=lambda *a: told.append(a))
+    rank_both(x, x[:5], [[0, 0]], SCORINGS, block_bytes=1, progress=lambda *a: told.append(a))
     assert len(told) > 1 and told == sorted(told) and told[-1] == (45, 45)
 
 
@@ -169,7 +169,7 @@ def test_k_above_the_candidates_is_clamped():
 def test_bad_input_is_one_line(change, words):
     given_ = {"query": torch.ones(3, 2), "document": torch.ones(2, 2), "pairs": [[0, 0]]} | change
     with pytest.raises(UserError, match=words) as error:
-        rank(given_["query"], given_["document"], given_["pairs"], SCORINGS, gains=given_.get("gains"))
+        rank(given_["query"], given_["document"], Qrels(given_["pairs"], given_.get("gains")), SCORINGS)
     assert "\n" not in str(error.value)
 
 
@@ -207,7 +207,7 @@ def test_excluded_documents_are_as_good_as_not_there(seed: int) -> None:
     excluded = np.array([(q, d) for q in range(0, n_q, 2) for d in range(n_d)
                          if (q, d) not in taken and rng.random() < 0.4])  # fmt: skip
     top = dict.fromkeys(SCORINGS, 8)
-    found = rank(query, document, pairs, SCORINGS, gains=gains, top_k=top, excluded=excluded)
+    found = rank(query, document, Qrels(pairs, gains), SCORINGS, top_k=top, excluded=excluded)
     for name, ranking in found.items():
         for i, q in enumerate(ranking.queries):
             left = np.setdiff1d(np.arange(n_d), excluded[excluded[:, 0] == q, 1])
@@ -215,9 +215,8 @@ def test_excluded_documents_are_as_good_as_not_there(seed: int) -> None:
             alone = rank(
                 query[[q]],
                 document[torch.tensor(left)],
-                np.column_stack([np.zeros(own.sum(), int), np.searchsorted(left, pairs[own, 1])]),
+                Qrels(np.column_stack([np.zeros(own.sum(), int), np.searchsorted(left, pairs[own, 1])]), gains[own]),
                 {name: SCORINGS[name]},
-                gains=gains[own],
                 top_k={name: 8},
             )[name]
             at = slice(ranking.offsets[i], ranking.offsets[i + 1])

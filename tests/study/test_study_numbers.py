@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import pooled_verdict, verdict
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import seed_draws
+from mmclip.metrics.bootstrap import seed_counts
 from mmclip.similarity import Direction
 from mmclip.study.arms import baseline_of, control_of
 from mmclip.study.numbers import Scored, Study, curriculum, served, trained
@@ -45,8 +45,8 @@ def test_the_ratio_and_the_difference_equal_a_plain_double_loop(study, arms):
     ]
     clusters = arms["better"].runs[0].array(f"{MAIN_POOL}/t2i/clusters")
     names = np.unique(clusters)
-    (times,) = metrics.cluster_draws(len(names), resamples=B, seed=0)
-    draws = seed_draws(3, resamples=B, seed=0)
+    (times,) = metrics.cluster_counts(len(names), resamples=B, seed=0)
+    draws = seed_counts(3, resamples=B, seed=0)
     ratios, differences = [], []
     for r in range(B):
         sums = [0.0, 0.0]

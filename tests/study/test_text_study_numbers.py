@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mmclip import metrics
 from mmclip.evaluation.results import Results
-from mmclip.metrics import rank as metrics
-from mmclip.metrics.bootstrap import seed_draws
+from mmclip.metrics.bootstrap import seed_counts
 from mmclip.study.text_numbers import Scored, TextStudy
 from mmclip.study.text_study import TextArm
 from tests.helpers.text_studying import INSIDE, OUTSIDE, arm, family, settings
@@ -31,8 +31,8 @@ def drawn_means(arms: TextArm, data: str, offset: int) -> Any:
     """[B] the long way: queries drawn, seeds drawn, one resample at a time."""
     runs = [arms.runs[data][s] for s in arms.seeds]
     n = len(values(runs[0]))
-    times = np.concatenate(list(metrics.cluster_draws(n, resamples=B, seed=offset)))
-    seeds = seed_draws(len(runs), resamples=B, seed=0)
+    times = np.concatenate(list(metrics.cluster_counts(n, resamples=B, seed=offset)))
+    seeds = seed_counts(len(runs), resamples=B, seed=0)
     return np.array(
         [sum(seeds[b, j] * (times[b] @ values(run)) / n for j, run in enumerate(runs)) / len(runs) for b in range(B)]
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.metrics.bootstrap import mean_interval
+from mmclip.metrics import mean_interval
 from mmclip.tasks.advise import CANNOT_TELL, CONTROLS, DETECTABLE, MIN_QUERIES, NORMS, decide, estimate
 
 MARGIN = 0.005

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.metrics import rank as metrics
+from mmclip import metrics
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Direction
 from mmclip.tasks.advise import CANNOT_TELL, decide

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmclip.commands.rag import best_documents
 from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError
-from mmclip.metrics.rank import mean_intervals, paired_difference
+from mmclip.metrics import mean_intervals, paired_difference
 from mmclip.similarity import Normalization
 from mmclip.tasks.rag import exact_match, has_answer, token_f1
 from mmclip.tasks.rag_check import CLOSED, Predictions, check
