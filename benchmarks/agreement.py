@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import metrics
-from mmclip.config.flags import run_script
+from mmclip.cli import run_guarded
 from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.scored_model import ScoredModel
@@ -92,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_guarded(main)

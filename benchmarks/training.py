@@ -127,8 +127,8 @@ def flags_of(told: m.Json) -> list[str]:
 
 def ours(told: m.Json) -> tuple[list[str], Callable[[list[str]], list[float]]]:
     """(the flags, what trains with them and returns the losses of a check)."""
-    from mmclip.commands.train import train
-    from mmclip.config.clip import parse_train
+    from mmclip.commands.train import run as train
+    from mmclip.config import TrainConfig, parse
 
     flags = [*flags_of(told), f"--model={told['config']}", "--loss=sym", "--norm=cosine", "--positives=none"]
     flags += ["--val-data=none", "--save-steps=1000000000", "--no-report"]
@@ -137,7 +137,7 @@ def ours(told: m.Json) -> tuple[list[str], Callable[[list[str]], list[float]]]:
 
     def run(flags: list[str]) -> list[float]:
         with contextlib.suppress(Enough):
-            train(parse_train(flags))
+            train(parse(TrainConfig, flags))
         lines = (Path(told["logs"]) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["loss"] for line in lines] if told["check"] else []
 

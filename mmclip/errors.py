@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any
+import difflib
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -43,10 +42,11 @@ def reason(error: Exception, limit: int = 300) -> str:
     return printable(told or str(error) or type(error).__name__, limit)
 
 
-def require(settings: Any, names: Iterable[str], valid: str, ok: Callable[[Any], bool]) -> None:
-    """Numbers that are not given are right. Errors: UserError naming the flag, what it was given and what is valid."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not (math.isfinite(value) and ok(value)):
-            finite = "" if math.isfinite(value) else ", and a finite one"
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected {valid}{finite}")
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """'; did you mean X?' for the valid name closest to ``name``, else ''.
+
+    >>> nearest("lrr", ["lr", "wd"])
+    '; did you mean lr?'
+    """
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

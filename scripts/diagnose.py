@@ -1,16 +1,9 @@
-#!/usr/bin/env python
-"""Diagnose a model's raw vectors; --help says how."""
+#!/usr/bin/env python3
+"""mmclip diagnose, from a checkout."""
 
-from mmclip.config.evaluate import parse_diagnose
-from mmclip.config.flags import run_script
+import sys
 
-
-def main() -> None:
-    settings = parse_diagnose()
-    from mmclip.commands.evaluate import evaluate_model
-
-    evaluate_model(settings)
-
+from mmclip.cli import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main(["diagnose", *sys.argv[1:]])

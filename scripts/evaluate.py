@@ -1,19 +1,9 @@
 #!/usr/bin/env python3
-"""Evaluate a model in both directions under every scoring, and compare runs.
+"""mmclip evaluate, from a checkout."""
 
-python scripts/evaluate.py --model logs/my-run --data builtin:scenes --compare logs/other-run
-"""
+import sys
 
-from mmclip.config.evaluate import parse_evaluate
-from mmclip.config.flags import run_script
-
-
-def main() -> None:
-    settings = parse_evaluate()
-    from mmclip.commands.evaluate import evaluate_model  # after the flags are known to be right
-
-    evaluate_model(settings)
-
+from mmclip.cli import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main(["evaluate", *sys.argv[1:]])

@@ -1,19 +1,9 @@
 #!/usr/bin/env python3
-"""One HTML page for one run, or for several over the same data.
+"""mmclip report, from a checkout."""
 
-python scripts/report.py --runs logs/my-run
-"""
+import sys
 
-from mmclip.config.flags import run_script
-from mmclip.config.report import parse_report
-
-
-def main() -> None:
-    settings = parse_report()
-    from mmclip.reporting.page import write_asked_report  # after the flags are known to be right
-
-    write_asked_report(settings)
-
+from mmclip.cli import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main(["report", *sys.argv[1:]])

@@ -1,19 +1,9 @@
 #!/usr/bin/env python3
-"""Train a CLIP with any loss direction and normalization, and compare both retrieval directions.
+"""mmclip train, from a checkout."""
 
-python scripts/train_clip.py --loss asym-i2t --norm qnorm
-"""
+import sys
 
-from mmclip.config.clip import parse_train
-from mmclip.config.flags import run_script
-
-
-def main() -> None:
-    settings = parse_train()
-    from mmclip.commands.train import train  # after the flags are known to be right: importing torch takes seconds
-
-    train(settings)
-
+from mmclip.cli import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main(["train", *sys.argv[1:]])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mmclip.array_files import SUFFIXES, check_suffix, json_array, read_arrays, read_json_array, write_arrays
-from mmclip.config.embed import SUFFIXES as OF_THE_FLAG
+from mmclip.config.clip import EMBEDDING_SUFFIXES as OF_THE_FLAG
 from mmclip.errors import UserError
 
 ARRAYS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, -2]), "ids": json_array(["a", "\udce9"])}

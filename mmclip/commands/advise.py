@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip import metrics
-from mmclip.config.advise import AdviseConfig
+from mmclip.config import AdviseConfig
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import json_text
 from mmclip.io import write_text_atomically
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 Json = dict[str, Any]
 
 
-def advise(settings: AdviseConfig) -> Json:
+def run(settings: AdviseConfig) -> Json:
     """Everything that advise.py does; returns the content of advise.json. Errors: UserError, one line."""
     began = time.monotonic()
     about = "-".join(flat(Path(str(x)).name) for x in (settings.model, settings.data))

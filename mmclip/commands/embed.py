@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmclip import distributed
 from mmclip.commands.evaluate import make_runner
-from mmclip.config.embed import EmbedConfig
+from mmclip.config import EmbedConfig
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.features import Source
@@ -29,7 +29,7 @@ from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.training.skipped import told
 
 
-def embed(settings: EmbedConfig) -> None:
+def run(settings: EmbedConfig) -> None:
     """Everything that embed.py does. Errors: UserError, one line."""
     assert settings.model is not None and settings.output is not None
     device = distributed.start(settings.device)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from mmclip import distributed
-from mmclip.config.encode import EncodeConfig
-from mmclip.config.evaluate import DiagnoseConfig, EvaluateConfig
+from mmclip.config import DiagnoseConfig, EncodeConfig, EvaluateConfig
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.distractors import parse_distractors
 from mmclip.embeddings.encode import Runner
@@ -34,7 +33,7 @@ from mmclip.similarity import Direction
 from mmclip.training.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
 
 
-def evaluate_model(settings: EvaluateConfig) -> None:
+def run(settings: EvaluateConfig) -> None:
     """Everything that evaluate.py does. Errors: UserError, one line."""
     if settings.plot is not None:
         plot = Path(settings.plot)

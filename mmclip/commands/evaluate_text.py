@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmclip import distributed, metrics
-from mmclip.config.text_evaluate import TextEvaluateConfig
+from mmclip.config import TextEvaluateConfig
 from mmclip.data.beir import TextCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import compare, verdicts
@@ -40,7 +40,7 @@ from mmclip.training.log import progress_bar
 Json = dict[str, Any]
 
 
-def evaluate_text_model(settings: TextEvaluateConfig) -> None:
+def run(settings: TextEvaluateConfig) -> None:
     """Everything that evaluate_text.py does. Errors: UserError, one line, before a model is loaded where possible."""
     others = {name: load_text_run(path) for name, path in run_names(settings.compare or []).items()}
     control = load_text_run(settings.control) if settings.control else None

@@ -16,7 +16,8 @@ from rich.text import Text
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.config.rag import SCORINGS, RagConfig
+from mmclip.config import RagConfig
+from mmclip.config.text import SCORINGS
 from mmclip.data.beir import QUERIES, TextCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE, json_text
@@ -36,7 +37,7 @@ RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
 Json = dict[str, Any]
 
 
-def run_rag(settings: RagConfig) -> Json:
+def run(settings: RagConfig) -> Json:
     """Everything that rag.py does; returns rag.json's content. Errors: UserError, one line."""
     assert settings.data is not None and settings.reader is not None and settings.model is not None
     template = read_template(settings.prompt_file, PROMPT, (DOCUMENTS, QUESTION), "--prompt-file")

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.config.sts import AUTO, StsConfig
+from mmclip.config import StsConfig
+from mmclip.config.text import AUTO
 from mmclip.errors import printable
 from mmclip.evaluation.results import json_text
 from mmclip.evaluation.text_evaluation import native_scoring
@@ -42,7 +43,7 @@ Array = NDArray[Any]
 Json = dict[str, Any]
 
 
-def run_sts(settings: StsConfig) -> Json:
+def run(settings: StsConfig) -> Json:
     """Everything that sts.py does; what sts.json holds. Errors: UserError, one line."""
     device = distributed.start(settings.device)
     train, held = _pairs(settings)

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from mmclip import distributed
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.config.model_config import export_folder
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData
@@ -42,7 +42,7 @@ def run_name(settings: TrainConfig) -> str:
     return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
 
 
-def train(settings: TrainConfig) -> Path:
+def run(settings: TrainConfig) -> Path:
     """Train, export and evaluate as the settings say; returns the run's folder. Errors: UserError, one line."""
     device = distributed.start(settings.device)
     try:

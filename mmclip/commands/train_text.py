@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from mmclip import distributed
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.data.beir import TextCollection, open_beir, require_beir
 from mmclip.data.text_pairs import TrainingPairs, hold_out
 from mmclip.data.text_places import evaluation_name, folder_and_split
@@ -44,7 +44,7 @@ class TextRunData:
     val: list[TextCollection]
 
 
-def train_text(settings: TextTrainConfig) -> Path:
+def run(settings: TextTrainConfig) -> Path:
     """Train, save and evaluate as the settings say; returns the run's folder. Errors: UserError, one line."""
     device = distributed.start(settings.device)
     if device.type == "cuda" and device.index and distributed.world()[1] == 1:

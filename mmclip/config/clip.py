@@ -1,279 +1,395 @@
-"""The settings of a training run: they check themselves, build nothing and import nothing heavy."""
+"""Configs of the commands for images with captions: train, evaluate, diagnose, embed, report."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mmclip.config.data import SCENES, DataConfig
-from mmclip.config.flags import flag, parse
-from mmclip.config.loss import LossConfig, steps_or_fraction
 from mmclip.config.model_config import CONFIGS, check_model, export_folder, read_metadata
-from mmclip.errors import UserError, printable, require
+from mmclip.config.parser import (
+    Bytes,
+    Check,
+    Config,
+    Count,
+    ExistingPath,
+    Fraction,
+    NotNegative,
+    Positive,
+    Share,
+    Steps,
+    Whole,
+    one_of,
+)
+from mmclip.config.sections import (
+    BANK_SIZE,
+    DeviceConfig,
+    ImageFilesConfig,
+    OptimizationConfig,
+    Precision,
+    RunConfig,
+    SimilarityConfig,
+    VerdictConfig,
+    ZeroShotConfig,
+)
+from mmclip.errors import UserError, printable
+from mmclip.roles import FIXED_NORMS, LOSS_WEIGHTS
 
-PRECISIONS = ("auto", "fp32", "amp_bf16", "amp_bfloat16")
+SCENES = "builtin:scenes"
+EMBEDDING_SUFFIXES = (".safetensors", ".npz")
 # What a run may be continued with on purpose: how it goes on, not what it is
 CHANGEABLE = ("batch_size", "accum_freq", "loss_batch_size", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2",
               "eps", "warmup", "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
+Moment = Annotated[float, Check("a number from 0 to below 1", lambda v: 0 <= v < 1)]
+Pairs = Annotated[int, Check("2 or more pairs: a single pair has no rival", lambda v: v >= 2)]
 
-BANK_SIZE = 2000  # items over which the zero points of a direction that was not trained are estimated
-MODEL, OPTIMIZATION, RUN = "model", "optimization", "run"
+
+def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """KEY=VALUE pairs for open_clip's AugmentationCfg: numbers become floats, 'a,b' a tuple. Errors: UserError.
+
+    >>> parse_aug_cfg(["scale=0.9,1.0"])
+    {'scale': (0.9, 1.0)}
+    """
+    valid = ("scale", "ratio", "color_jitter", "re_prob", "re_count", "color_jitter_prob", "gray_scale_prob", "none")
+    parsed: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, text = pair.partition("=")
+        if not equals or key not in valid:
+            raise UserError(f"--aug-cfg {printable(pair)}: KEY=VALUE is expected, with KEY one of {', '.join(valid)}")
+        try:
+            numbers = tuple(float(v) for v in text.split(","))
+        except ValueError:
+            numbers = (math.nan,)
+        if not all(map(math.isfinite, numbers)):
+            raise UserError(f"--aug-cfg {printable(pair)}: numbers expected after '='")
+        parsed[key] = numbers if len(numbers) > 1 else int(numbers[0]) if key == "re_count" else numbers[0]
+    return parsed
 
 
-@dataclasses.dataclass
-class TrainConfig(DataConfig, LossConfig):
-    """Every flag of train_clip.py, named as open_clip names it wherever it has one."""
+class DataConfig(Config):
+    """Training and evaluation data."""
 
-    model: str = flag("ViT-B-32", MODEL, "an open_clip model name, a model config JSON, or local-dir:FOLDER")
-    pretrained: str | None = flag(None, MODEL, "an open_clip tag or a checkpoint file; default: random weights")
-    init_from: str | None = flag(
-        None,
-        MODEL,
-        "start from a finished run: its folder, or its model folder. Architecture, weights, transform and tokenizer "
-        "are its own, whatever --model, --image-trunk and --text-trunk or a config say; alpha is set so that its "
-        "effective scale stays, unless --logit-scale-init says another",
-        metavar="RUN",
-    )
-    image_trunk: str | None = flag(None, MODEL, "weights for a timm image trunk: safetensors or .pt", metavar="FILE")
-    text_trunk: str | None = flag(None, MODEL, "a Hugging Face folder for the text trunk and tokenizer", metavar="DIR")
-    pretrained_image: bool = flag(False, MODEL, "load timm's own pretrained weights into a timm image trunk")
-    pretrained_text: bool = flag(
-        True,
-        MODEL,
-        "load the Hugging Face weights of an HF text trunk; --no-pretrained-text starts it from random weights",
-    )
-    force_image_size: int | None = flag(None, MODEL, "override the model's image size", type=int, metavar="PX")
-    force_context_length: int | None = flag(None, MODEL, "override the text length", type=int, metavar="TOKENS")
-    lock_image: bool = flag(False, MODEL, "freeze the image trunk; its projection head still trains")
-    lock_text: bool = flag(False, MODEL, "freeze the text trunk; its projection head still trains")
-    cache_features: bool = flag(
-        False,
-        MODEL,
-        "run a locked trunk once over the data and train on its outputs "
-        "(evaluation transform, no augmentation); kept in --cache-dir",
-    )
-    cache_dir: str = flag("data/cache", MODEL, "where cached trunk features are kept", metavar="DIR")
-    grad_checkpointing: bool = flag(False, MODEL, "recompute activations in the backward pass: less memory, more time")
-    torchcompile: bool = flag(False, MODEL, "compile the towers with torch.compile")
-    fsdp: bool = flag(
-        False,
-        MODEL,
-        "share the towers' weights, gradients and moments out over torchrun's processes (FSDP2): for models too large "
-        "to be trained on one device; checkpoints stay whole",
-    )
+    train_data: str = SCENES
+    """Training data: 'DIR/{0..5}.tar', a folder in clip-benchmark's layout, a CSV, builtin:scenes. ROOT or ROOT/SPLIT;
+    builtin:scenes-uninformative is the null; built-in data are drawn once, into $MMCLIP_DATA, else data/."""
+    val_data: str | None = None
+    """Validation and evaluation data, or 'none' [--train-data's own evaluation split]"""
+    train_split: str | None = None  # Split of a folder to train on [train]
+    val_split: str | None = None  # Split of a folder to evaluate on [test, else val]
+    val_holdout: Count | None = None
+    """Evaluate on the last N training images, which are then not trained on: to choose settings without a look at the
+    evaluation data."""
+    train_fraction: Fraction | None = None  # Train on the first share of the images (that --val-holdout leaves).
+    train_num_samples: Count | None = None  # Train on the first N images only.
+    permute_pairs: bool = False
+    """Give every training image the captions of another one: a null, in which any effect is an artefact."""
+    keep_last: bool = False  # Train on the last, partial batch of an epoch too.
+    max_bad_samples: Whole | None = None
+    """Stop with an error after more unusable training samples than this [skip, count and name them]"""
+    aug_cfg: list[str] | None = None
+    """Training augmentation, open_clip's: scale=0.9,1 color_jitter=0.2 …; none=1 for the evaluation transform."""
 
-    epochs: int = flag(
-        32, OPTIMIZATION, "passes over the images; one caption of each image is drawn a pass", metavar="N"
-    )
-    max_steps: int | None = flag(
-        None, OPTIMIZATION, "stop after this many steps, whatever the epochs", type=int, metavar="N"
-    )
-    accum_freq: int = flag(
-        1,
-        OPTIMIZATION,
-        "forward passes per step: the loss sees all their pairs as one batch, with that batch's exact gradients; "
-        "less memory, one more forward pass",
-        metavar="K",
-    )
-    loss_batch_size: int | None = flag(
-        None,
-        OPTIMIZATION,
-        "the same as a number: pairs that the loss sees a step, of all processes together, encoded --batch-size at a "
-        "time; it need not be a multiple [--batch-size x --accum-freq x processes]",
-        type=int,
-        metavar="N",
-    )
-    lr: float = flag(5e-4, OPTIMIZATION, "peak learning rate of the towers and of alpha")
-    gamma_lr: float = flag(
-        1e-2,
-        OPTIMIZATION,
-        "peak learning rate of gamma (at the towers' it cannot move); 0 holds it at --gamma-init",
-    )
-    wd: float = flag(0.2, OPTIMIZATION, "weight decay of matrices; biases, norms, alpha and gamma have none")
-    proj_wd: float | None = flag(
-        None,
-        OPTIMIZATION,
-        "weight decay of the output projections, which carry the magnitude [as --wd]",
-        type=float,
-        metavar="WD",
-    )
-    beta1: float = flag(0.9, OPTIMIZATION, "AdamW's first moment")
-    beta2: float = flag(0.98, OPTIMIZATION, "AdamW's second moment")
-    eps: float = flag(1e-6, OPTIMIZATION, "AdamW's epsilon")
-    warmup: float = flag(
-        0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=steps_or_fraction
-    )
-    grad_clip_norm: float | None = flag(None, OPTIMIZATION, "clip the gradient's norm", type=float, metavar="X")
-    precision: str = flag(
-        "auto",
-        OPTIMIZATION,
-        "auto is bf16 autocast on CUDA and float32 on CPU; scores are always float32",
-        choices=PRECISIONS,
-    )
-    device: str = flag("auto", OPTIMIZATION, "auto, cpu, cuda or cuda:N")
+    excludes = {
+        ("train_fraction", "train_num_samples"): "both set the number of training images",
+        ("val_holdout", "val_data"): "the held-out training images are the evaluation data",
+        ("val_holdout", "val_split"): "the held-out training images are the evaluation data",
+    }
 
-    logs: str = flag("logs", RUN, "folder of runs", metavar="DIR")
-    name: str | None = flag(None, RUN, "name of the run's folder [time, loss and norm]")
-    seed: int = flag(0, RUN, "everything random follows from it")
-    resume: str | None = flag(
-        None,
-        RUN,
-        "continue a run: a checkpoint file, or 'latest' (with --name); 'latest' starts over where a run was stopped "
-        "before its first checkpoint",
-    )
-    may_change: list[str] | None = flag(
-        None,
-        RUN,
-        "settings that --resume may find changed, such as lr epochs: the run goes on with the new ones, and is "
-        "then not the run that it was",
-        type=lambda name: name.replace("-", "_"),
-        choices=CHANGEABLE,
-        nargs="*",
-        metavar="NAME",
-    )
-    bank_size: int = flag(
-        BANK_SIZE,
-        RUN,
-        "training captions (or images) that the last evaluation corrects the untrained direction with; 0: none",
-        metavar="N",
-    )
-    measure_start: bool = flag(
-        False,
-        RUN,
-        "evaluate the model before the first step, too, Fisher condition numbers included, into start.json: what it "
-        "knew before, and whether length may help",
-    )
-    report: bool = flag(True, RUN, "write report.html at the end: numbers, curves, best and worst retrievals")
-    keep_checkpoints: int = flag(3, RUN, "how many of a run's newest checkpoints to keep", metavar="N")
-    strict: bool = flag(False, RUN, "an alarm (a direction that dies, a loss that stands still, …) ends the run")
-    benchmark: int | None = flag(
-        None,
-        RUN,
-        "take N steps after a few to warm up, print samples a second, MFU, peak memory and where the time goes, and "
-        "leave: no run folder, no validation",
-        type=int,
-        metavar="N",
-    )
-    val_steps: int | None = flag(None, RUN, "validate both directions every N steps [an epoch]", type=int, metavar="N")
-    save_steps: int | None = flag(None, RUN, "write a checkpoint every N steps [an epoch]", type=int, metavar="N")
-    log_every_n_steps: int = flag(10, RUN, "steps between lines of metrics.jsonl", metavar="N")
-    report_to: str = flag("none", RUN, "'tensorboard' also writes TensorBoard files", choices=("none", "tensorboard"))
-    compare: list[str] | None = flag(
-        None, RUN, "finished runs to set beside this one at the end", type=str, nargs="*", metavar="RUN"
-    )
+    def check(self) -> None:
+        parse_aug_cfg(self.aug_cfg)
 
-    def __post_init__(self) -> None:
-        self.check_loss()
-        self.check_data()
-        self._start_from_run()
-        self._check_numbers()
-        self._check_combinations()
 
-    def _start_from_run(self) -> None:
-        """With --init-from, ``model`` is what that run was trained from and trunks are nobody's. Errors: UserError."""
-        if self.init_from is None:
-            return
-        if self.pretrained is not None:
-            given = f"--pretrained {printable(self.pretrained)} beside --init-from {printable(self.init_from)}"
-            raise UserError(f"{given}: both bring every weight; give one of the two")
-        folder = export_folder(self.init_from)
-        local = f"local-dir:{folder}"
-        check_model(local, None)
-        self.model = str(read_metadata(folder).get("model", local))
-        self.image_trunk = self.text_trunk = None
+class DirectionConfig(Config):
+    """Trained directions."""
 
-    def _check_numbers(self) -> None:
-        at_least_one = (
-            "accum_freq",
-            "loss_batch_size",
-            "keep_checkpoints",
-            "epochs",
-            "max_steps",
-            "benchmark",
-            "val_steps",
-            "save_steps",
-            "log_every_n_steps",
-            "force_image_size",
-            "force_context_length",
-        )
-        above_zero = ("lr", "eps", "grad_clip_norm")
-        not_negative = ("gamma_lr", "bank_size", "wd", "proj_wd", "warmup", "seed")
-        for names, valid, ok in (
-            (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
-            (above_zero, "a number above 0", lambda v: v > 0),
-            (not_negative, "a number of at least 0", lambda v: v >= 0),
-            (("beta1", "beta2"), "a number from 0 to below 1", lambda v: 0 <= v < 1),
-        ):
-            require(self, names, valid, ok)
+    loss: Annotated[str, one_of(*LOSS_WEIGHTS)] = "sym"
+    """Trained directions: both (sym), image-to-text (asym-i2t) or text-to-image (asym-t2i) only."""
+    i2t_weight: Share | None = None  # Weight of i2t in --loss sym [0.5]
 
-    def _check_combinations(self) -> None:
-        if self.loss_batch_size is not None and self.accum_freq != 1:
-            raise UserError(
-                f"--loss-batch-size {self.loss_batch_size} beside --accum-freq {self.accum_freq}: both say how many "
-                "pairs the loss sees; give one of the two"
-            )
-        if self.loss_batch_size == 1:
-            raise UserError("--loss-batch-size 1: a single pair has no rival; valid: 2 or more")
+
+class ScheduleConfig(Config):
+    """Changes over a run."""
+
+    gamma_schedule: Annotated[str, one_of("none", "switch", "anneal")] = "none"
+    """Schedule from --gamma-from to --norm: at once at --gamma-start, or linearly from there to --gamma-end; alpha keeps
+    the effective scale."""
+    gamma_from: Annotated[str, one_of(*FIXED_NORMS)] = "cosine"  # Normalization at the start of a schedule.
+    gamma_start: Steps = 0.5  # Step, or fraction of the run, at which the schedule leaves --gamma-from.
+    gamma_end: Steps = 0.75  # Step, or fraction of the run, at which an anneal arrives at --norm.
+    stage2_lr_factor: Positive = 1.0  # Factor of all learning rates after --gamma-schedule switch.
+    i2t_weight_end: Share | None = None  # Weight of i2t at the last step with --loss sym, linearly from --i2t-weight.
+
+    needs = {
+        "stage2_lr_factor": "gamma_schedule switch",
+        "gamma_from": "gamma_schedule switch anneal",
+        "gamma_start": "gamma_schedule switch anneal",
+        "gamma_end": "gamma_schedule anneal",
+    }
+
+
+class LossConfig(ScheduleConfig, SimilarityConfig, DirectionConfig):
+    """The loss of a CLIP run."""
+
+    needs = {"i2t_weight": "loss sym", "i2t_weight_end": "loss sym"}
+
+    def check(self) -> None:
+        kind, start, end = self.gamma_schedule, self.gamma_start, self.gamma_end
+        given = self.as_flag("gamma_schedule")
+        if kind != "none" and self.norm == "learned":
+            raise UserError(f"{given}: --norm learned trains its exponents; a fixed normalization is expected")
+        if kind != "none" and self.norm == self.gamma_from:
+            raise UserError(f"{given}: --gamma-from {self.gamma_from} is --norm itself, so nothing would change")
+        if kind == "switch" and start == 0:
+            raise UserError(f"{given}: --gamma-start 0 leaves no step before it")
+        if kind == "anneal" and start >= end and (start < 1) == (end < 1):
+            raise UserError(f"{given}: --gamma-start {start:g} is not before --gamma-end {end:g}")
+
+
+class ModelConfig(Config):
+    """Model and initial weights."""
+
+    model: str = "ViT-B-32"  # Model: an open_clip model name, a model config JSON, or local-dir:FOLDER.
+    pretrained: str | None = None  # Initial weights: an open_clip tag or a checkpoint file [random weights]
+    init_from: str | None = None
+    """Start from a finished run: its folder, or its model folder. Architecture, weights, transform and tokenizer are its
+    own, whatever --model, --image-trunk and --text-trunk say; alpha keeps its effective scale without --logit-scale-init."""
+    image_trunk: ExistingPath | None = None  # Weights of a timm image trunk: safetensors or .pt.
+    text_trunk: ExistingPath | None = None  # Hugging Face folder of the text trunk and tokenizer.
+    pretrained_image: bool = False  # Load timm's own pretrained weights into a timm image trunk.
+    pretrained_text: bool = True  # Load the Hugging Face weights of an HF text trunk.
+    force_image_size: Count | None = None  # Image size in pixels, instead of the model's.
+    force_context_length: Count | None = None  # Text length in tokens, instead of the model's.
+    lock_image: bool = False  # Freeze the image trunk; its projection head still trains.
+    lock_text: bool = False  # Freeze the text trunk; its projection head still trains.
+    cache_features: bool = False
+    """Run a locked trunk once over the data and train on its outputs (evaluation transform, no augmentation)."""
+    cache_dir: str = "data/cache"  # Folder of cached trunk features.
+    torchcompile: bool = False  # Compile the towers with torch.compile.
+    fsdp: bool = False
+    """Shard the towers' weights, gradients and moments over torchrun's processes (FSDP2); checkpoints stay whole."""
+
+    excludes = {
+        ("pretrained", "init_from"): "both bring every weight",
+        ("fsdp", "torchcompile"): "a compiled tower cannot be sharded",
+    }
+
+    def check(self) -> None:
         if self.cache_features and not (self.lock_image or self.lock_text):
             raise UserError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
-        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
-            raise UserError(f"--name {printable(self.name)!r}: a plain folder name is expected, without slashes")
-        if self.may_change and not self.resume:
-            raise UserError(f"--may-change {' '.join(self.may_change)} is for --resume")
-        if self.benchmark is not None and self.resume:
-            raise UserError(f"--benchmark {self.benchmark} beside --resume: it measures and keeps nothing")
-        if self.resume == "latest" and self.name is None:
-            raise UserError("--resume latest needs --name, the run to continue")
-        if self.pretrained and self.model.startswith("local-dir:"):
-            raise UserError(
-                f"--pretrained {printable(self.pretrained)} beside --model {printable(self.model)}: a "
-                "local-dir brings its own weights; give one of the two"
-            )
+        if self.pretrained is not None and self.model.startswith("local-dir:"):
+            both = f"{self.as_flag('pretrained')} beside {self.as_flag('model')}"
+            raise UserError(f"{both}: a local-dir brings its own weights; give one of the two")
         if self.init_from is None:
             check_model(self.model, self.pretrained)
-        for path, name in ((self.image_trunk, "--image-trunk"), (self.text_trunk, "--text-trunk")):
-            if path is not None and not Path(path).exists():
-                raise UserError(f"{name} {printable(path)}: no such file or folder")
-        if self.fsdp and self.torchcompile:
-            raise UserError("--fsdp with --torchcompile: a compiled tower cannot be shared out; give one of the two")
-        if self.measure_start and self.val_data == "none":
-            raise UserError("--measure-start evaluates the model before the first step: it needs evaluation data")
+        else:  # ``model`` is what that run was trained from, and no trunks are set
+            folder = export_folder(self.init_from)
+            check_model(f"local-dir:{folder}", None)
+            self.model = str(read_metadata(folder).get("model", f"local-dir:{folder}"))
+            self.image_trunk = self.text_trunk = None
+
+
+class ClipOptimizationConfig(Config):
+    """Batches and AdamW of a CLIP run."""
+
+    accum_freq: Count = 1
+    """Forward passes a step. The loss treats all their pairs as one batch, with that batch's exact gradients: less memory,
+    one more forward pass."""
+    loss_batch_size: Pairs | None = None
+    """Pairs of a step in the loss, of all processes, encoded --batch-size at a time; it need not be a multiple
+    [--batch-size x --accum-freq x processes]"""
+    proj_wd: NotNegative | None = None
+    """Weight decay of the output projections, which carry the magnitude [as --wd]"""
+    beta1: Moment = 0.9  # AdamW's first moment.
+    beta2: Moment = 0.98  # AdamW's second moment.
+    eps: Positive = 1e-6  # AdamW's epsilon.
+    grad_clip_norm: Positive | None = None  # Clip the norm of the gradient to this [off]
+
+    excludes = {("loss_batch_size", "accum_freq"): "both set the number of pairs in the loss"}
+
+
+class ClipRunConfig(Config):
+    """Evaluation and output of a CLIP run."""
+
+    may_change: list[Annotated[str, one_of(*CHANGEABLE)]] | None = None
+    """Settings that may differ when a run is continued with --resume; it goes on with the new ones."""
+    bank_size: Whole = BANK_SIZE
+    """Training captions (or images) with which the last evaluation corrects the untrained direction; 0: none."""
+    report: bool = True  # Write report.html at the end: numbers, curves, best and worst retrievals.
+    keep_checkpoints: Count = 3  # Number of the newest checkpoints that are kept.
+    benchmark: Count | None = None
+    """Measure N steps after a few to warm up: samples a second, MFU, peak memory and where the time goes. No run folder,
+    no validation."""
+    val_steps: Count | None = None  # Steps between validations of both directions [an epoch]
+    report_to: Annotated[str, one_of("none", "tensorboard")] = "none"  # tensorboard also writes TensorBoard files.
+    compare: list[str] | None = None  # Finished runs to compare this one with at the end.
+
+
+class TrainConfig(
+    ClipRunConfig,
+    RunConfig,
+    DeviceConfig,
+    ClipOptimizationConfig,
+    OptimizationConfig,
+    ModelConfig,
+    ZeroShotConfig,
+    ImageFilesConfig,
+    DataConfig,
+    LossConfig,
+):
+    """Train a CLIP whose embedding norms may carry relevance, and compare both retrieval directions.
+
+    Examples:
+      mmclip train --loss asym-i2t --norm qnorm
+          the built-in scenes (configs/scenes.yaml), a minute and a half on a CPU
+      mmclip train --config flickr8k_heads --train-data DIR/flickr8k --norm cosine
+          heads on two frozen pretrained trunks, half a minute once features are cached
+
+    A direction assigns the roles: in i2t the image is the query and texts are the documents, in t2i the reverse.
+    Several GPUs: torchrun --nproc-per-node 8 -m mmclip train --config coco_vitb32 --train-data 'COCO/train/{0..59}.tar'
+    """
+
+    has_config_file = True
+    most_used = "train_data val_data model pretrained loss norm epochs batch_size lr name resume config"
+    needs = {"may_change": "resume"}
+    excludes = {("benchmark", "resume"): "a measurement keeps nothing"}
+
+    def __post_init__(self) -> None:
+        if self.may_change is not None:
+            self.may_change = [name.replace("-", "_") for name in self.may_change]
+        super().__post_init__()
+
+    def check(self) -> None:
+        if self.resume == "latest" and self.name is None:
+            raise UserError("--resume latest needs --name, the run to continue")
+        for name, why in (
+            ("zeroshot_data", "its numbers go into results.json"),
+            ("measure_start", "it evaluates the model"),
+        ):
+            if self.is_set(name) and self.val_data == "none":
+                raise UserError(f"{self.as_flag(name)} with --val-data none: {why}, which needs evaluation data")
+
+    @classmethod
+    def default_file(cls, flags: Mapping[str, Any]) -> Path | None:
+        """With no data flags the built-in scenes and the settings tuned for them."""
+        return CONFIGS / "scenes.yaml" if str(flags.get("train_data", SCENES)).startswith("builtin:") else None
 
     def joint_batch(self, ranks: int) -> int:
-        """Pairs that the loss sees in a step, of all processes."""
+        """Pairs that the loss treats as one batch, of all processes."""
         return self.loss_batch_size or self.batch_size * self.accum_freq * ranks
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+
+class EncodeConfig(DeviceConfig, ImageFilesConfig):
+    """Model and data to encode, and the query bank."""
+
+    model: str | None = None
+    """Model: a run, its model/ folder, local-dir:FOLDER, an open_clip name, a model config JSON, or a checkpoint file."""
+    pretrained: str | None = None  # Weights for a model name or JSON: an open_clip tag or a checkpoint file.
+    data: str = SCENES  # Data to encode: a folder in clip-benchmark's layout, shards, a CSV, or builtin:…
+    split: str | None = None  # Split of a folder [test, else val]
+    bank: str | None = None
+    """Query bank: training data whose captions (or images) correct every direction whose opposite was trained. With saved
+    embeddings another file of those; 'transductive' is the evaluation's own, which a real search lacks."""
+    bank_split: str | None = None  # Split of the bank's folder [train]
+    bank_size: Count = BANK_SIZE  # Captions (or images) drawn from the bank.
+    batch_size: Count = 64  # Images and captions a batch.
+    precision: Precision = "fp32"
+
+    needs = {"pretrained": "model"}
 
 
-DESCRIPTION = """Train a CLIP whose embedding length may carry relevance, and compare both retrieval directions.
+class EmbedConfig(EncodeConfig):
+    """Encode a data set once: raw embeddings, ids, relevance and the model's scoring in one file.
 
-A direction assigns the roles: in i2t the image is the query and texts are the documents, in t2i the reverse.
---norm acts on roles: cosine divides out both lengths, qnorm the query's, dnorm the document's, dot neither.
-With no data flags it trains on built-in scenes (configs/scenes.yaml), drawn on first use, no download."""
+    Examples:
+      mmclip embed --model logs/demo-scenes-seed0/qnorm --bank builtin:scenes --output scenes.safetensors
+          the built-in scenes, with the log-evidence that corrects t2i, from 2,000 training captions
+      mmclip embed --model ViT-B-32 --pretrained laion2b_s34b_b79k --data DIR/flickr8k --output flickr8k.npz
+          any open_clip model on your own data, for numpy
 
-EXAMPLES = """examples:
-  python scripts/train_clip.py --loss asym-i2t --norm qnorm
-      the built-in scenes, a minute and a half on a CPU
+    With --bank the file also holds the log-evidence of every candidate: one more dimension of an index, which ranks the
+    direction that was not trained (docs/serving.md).
+    """
 
-  python scripts/train_clip.py --config flickr8k_heads --train-data DIR/flickr8k --loss sym --norm cosine
-      projection heads on two frozen pretrained trunks, half a minute on a CPU once features are cached
+    output: str | None = None  # File to write, .safetensors or .npz.
 
-  torchrun --nproc-per-node 8 -- scripts/train_clip.py --config coco_vitb32 --loss asym-i2t --norm qnorm \\
-      --train-data 'COCO/train/{0..59}.tar' --val-data COCO --val-split val
-      the GPU recipe of the paper's CLIP section"""
+    most_used = "model pretrained data split bank output"
+    required = {
+        "model": "a run's folder, an open_clip model name or a model config JSON",
+        "output": "a file ending in .safetensors or .npz",
+    }
+
+    def check(self) -> None:
+        path = Path(str(self.output))
+        if path.is_dir():
+            raise UserError(f"{self.as_flag('output')}: a folder of that name exists")
+        if path.suffix not in EMBEDDING_SUFFIXES:
+            raise UserError(f"{self.as_flag('output')}: a file ending in {' or '.join(EMBEDDING_SUFFIXES)} is expected")
 
 
-def _scenes_by_default(flags: dict[str, Any]) -> Path | None:
-    """With no data flags the built-in scenes and the settings tuned for them."""
-    if str(flags.get("train_data", SCENES)).startswith("builtin:"):
-        return CONFIGS / "scenes.yaml"
-    return None
+class EvaluateConfig(VerdictConfig, ZeroShotConfig, EncodeConfig):
+    """Evaluate a model in both retrieval directions under every scoring, with magnitudes, and compare runs.
+
+    Examples:
+      mmclip evaluate --model ViT-B-32 --pretrained laion2b_s34b_b79k --data DIR/flickr8k --output logs/zero-shot
+          any open_clip model on your own data; --model RUN for a run of mmclip train
+      D=logs/demo-scenes-seed0; mmclip evaluate --compare $D/baseline $D/qnorm --control $D/control --plot tradeoff.png
+          finished runs, nothing encoded again: was magnitude learned, is it useful, and what did it cost?
+
+    Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with (a plain CLIP's is
+    cosine). A direction whose opposite was trained has two more: reversed, the trained scores read backwards, and, with
+    --bank, corrected: those less what each candidate scores on average over the bank.
+    """
+
+    embeddings: str | None = None
+    """Saved embeddings instead of a model: .safetensors or .npz, of mmclip embed or of any two encoders. Arrays image
+    [N, D], text [M, D], image_ids, text_ids, text_image_ids."""
+    distractors: list[str] | None = None
+    """Candidates that match nothing, each kind a pool of its own: data sets, or blank, noise, blurred, shuffled (images),
+    boilerplate, shuffled-words (captions)."""
+    output: str | None = None  # Folder of results.json [evaluations/DATA-SPLIT in the run, else in logs]
+    report: bool = True  # Write report.html beside results.json: a page with pictures.
+    compare: list[str] | None = None  # Finished runs on the same data to compare with.
+    plot: str | None = None  # PNG file for the trade-off picture of the compared runs.
+    block_bytes: Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
+
+    most_used = "model pretrained data split embeddings bank compare control baseline output"
+
+    def check(self) -> None:
+        if self.model is None and self.embeddings is None and not self.compare:
+            raise UserError("nothing to do: give --model, --embeddings, or --compare with finished runs")
+        if self.zeroshot_data is not None and self.model is None and self.embeddings is None:
+            raise UserError("--zeroshot-data needs --model: finished runs are compared as they are")
+        for name in ("model", "pretrained", "data", "split", "distractors", "bank_split", "zeroshot_data"):
+            if self.embeddings is not None and self.is_set(name):
+                both = f"{self.as_flag('embeddings')} with --{name.replace('_', '-')}"
+                raise UserError(f"{both}: saved embeddings are what they are; encode again with mmclip embed")
 
 
-def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
-    """The command line of train_clip.py. Errors: UserError, before any model or data is touched."""
-    return parse(TrainConfig, argv, DESCRIPTION, EXAMPLES, CONFIGS, _scenes_by_default)
+class DiagnoseConfig(EvaluateConfig):
+    """Diagnose a model's raw embeddings: norms, Cohen's d and AUC of relevance, hubness, anisotropy, Fisher numbers.
+
+    Examples:
+      mmclip diagnose --model ViT-B-32 --pretrained laion2b_s34b_b79k --data DIR/flickr8k --output logs/zero-shot
+          what the norms of a plain CLIP carry, without training
+      mmclip diagnose --model RUN --data DIR/flickr8k --distractors boilerplate blank noise --control CONTROL
+          against captions and images that match nothing, and against the run whose norms no loss used
+    """
+
+    fisher: bool = True  # Condition numbers of the four Fisher matrices: a minute and more at D = 512.
+
+
+class ReportConfig(VerdictConfig):
+    """Write one HTML page for one run, or for several on the same data; it needs no network and no other file.
+
+    Examples:
+      mmclip report --runs logs/demo-scenes-seed0/qnorm
+          writes logs/demo-scenes-seed0/qnorm/report.html
+      D=logs/demo-scenes-seed0; mmclip report --runs $D/baseline $D/qnorm --control $D/control --baseline $D/baseline
+          several runs, differences to the first, and the verdict
+    """
+
+    runs: list[str] | None = None  # Finished runs: folders, or a results.json each, compared with the first.
+    output: str | None = None  # The page [report.html in the run's folder; of several runs, beside the first]
+
+    required = {"runs": "nothing to report without finished runs"}

@@ -1,173 +1,211 @@
-"""The settings of train_text.py: they check themselves, build nothing and import nothing heavy."""
+"""Configs of the commands for text encoders: train-text, evaluate-text, sts, rag."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from mmclip.config.clip import MODEL, OPTIMIZATION, RUN
-from mmclip.config.flags import flag, parse
-from mmclip.config.loss import LOSS, steps_or_fraction
-from mmclip.config.model_config import CONFIGS
-from mmclip.config.text_model import TEXT_DATA, TextModelConfig
-from mmclip.errors import UserError, printable, require
-from mmclip.roles import NORMS, POSITIVES, TEXT_LOSS_WEIGHTS
+from mmclip.config.parser import (
+    Bytes,
+    Count,
+    ExistingFile,
+    ExistingFolder,
+    ExistingPath,
+    Fraction,
+    Inner,
+    NotNegative,
+    Positive,
+    Share,
+    Whole,
+    one_of,
+)
+from mmclip.config.sections import (
+    Norm,
+    OptimizationConfig,
+    RunConfig,
+    SimilarityConfig,
+    TextModelConfig,
+    VerdictConfig,
+)
+from mmclip.errors import UserError, printable
+from mmclip.roles import FIXED_NORMS, TEXT_LOSS_WEIGHTS
+
+SCORINGS = (*FIXED_NORMS, "native")
+AUTO = "auto"
+PAPER_SCALE = 0.01
 
 
-@dataclasses.dataclass
-class TextTrainConfig(TextModelConfig):
-    """Every flag of train_text.py."""
+class TextTrainConfig(RunConfig, OptimizationConfig, SimilarityConfig, TextModelConfig):
+    """Fine-tune a text encoder for retrieval so that embedding norms may carry relevance.
 
-    keep_normalize: bool = flag(
-        False,
-        MODEL,
-        "leave a final Normalize module where it is; its vectors have no length, so only --norm cosine can be trained",
-    )
-    train_data: str | None = flag(
-        None,
-        TEXT_DATA,
-        "a BEIR folder, or triples: .tsv (query, positive, negatives…) or .jsonl (query, positive, negative…)",
-    )
-    train_split: str = flag("train", TEXT_DATA, "split of the BEIR folder", metavar="SPLIT")
-    val_data: list[str] | None = flag(
-        None,
-        TEXT_DATA,
-        "BEIR folders that the finished model is evaluated on, each FOLDER or FOLDER:SPLIT [test]; the first is the "
-        "run's results.json, others lie in evaluations/",
-        type=str,
-        nargs="*",
-        metavar="DATA",
-    )
-    watch_queries: int = flag(
-        100,
-        TEXT_DATA,
-        "training queries held out and watched while training: native and cosine side by side; 0: none",
-        metavar="N",
-    )
-    train_fraction: float = flag(1.0, TEXT_DATA, "train on this share of the queries", metavar="F")
-    loss: str = flag(
-        "q2d",
-        LOSS,
-        "which directions train: queries find their documents (q2d), documents their queries (d2q), or both",
-        choices=tuple(TEXT_LOSS_WEIGHTS),
-    )
-    q2d_weight: float | None = flag(None, LOSS, "weight of q2d in --loss both [0.5]", type=float, metavar="W")
-    norm: str = flag(
-        "cosine",
-        LOSS,
-        "whose length is divided out: both, neither, the query's, the document's, or a learned share of each role's",
-        choices=NORMS,
-    )
-    positives: str = flag(
-        "mask",
-        LOSS,
-        "documents of the batch that are judged relevant to a query, or that it shares with another: left out of the "
-        "denominator, targets too, or plain negatives (as MultipleNegativesRankingLoss has them)",
-        choices=POSITIVES,
-    )
-    logit_scale_init: float = flag(20.0, LOSS, "initial effective scale, 1 / temperature", metavar="S")
-    logit_scale_max: float = flag(100.0, LOSS, "the effective scale is clamped here", metavar="S")
-    learn_scale: bool = flag(False, LOSS, "train alpha, too; by default it stays where the first batch sets it")
-    gamma_init: float = flag(0.5, LOSS, "initial gamma of both roles with --norm learned", metavar="G")
-    focal: float = flag(0.0, LOSS, "weigh each query by (1 - p)**F, p the probability of its positives", metavar="F")
-    norm_drift: float = flag(
-        0.0, LOSS, "weight of the penalty E[log(length / l0)**2] of each side, l0 that of the first batch", metavar="W"
-    )
-    epochs: int = flag(3, OPTIMIZATION, "passes over the pairs", metavar="N")
-    max_steps: int | None = flag(None, OPTIMIZATION, "stop after so many steps", type=int, metavar="N")
-    batch_size: int = flag(64, OPTIMIZATION, "pairs a step and process", metavar="B")
-    mini_batch_size: int | None = flag(
-        None,
-        OPTIMIZATION,
-        "texts that go through the model at once, by gradient caching: the batch's exact gradients in less memory",
-        type=int,
-        metavar="B",
-    )
-    lr: float = flag(2e-5, OPTIMIZATION, "peak learning rate")
-    gamma_lr: float = flag(1e-2, OPTIMIZATION, "peak learning rate of gamma")
-    wd: float = flag(0.01, OPTIMIZATION, "weight decay of matrices")
-    warmup: float = flag(
-        0.1, OPTIMIZATION, "warm-up: a number of steps, or a fraction of the run below 1", type=steps_or_fraction
-    )
-    grad_clip_norm: float = flag(
-        1.0, OPTIMIZATION, "clip the norm of the model's gradient to this; 0: never", metavar="G"
-    )
-    grad_checkpointing: bool = flag(False, OPTIMIZATION, "recompute activations: less memory, more time")
-    logs: str = flag("logs", RUN, "folder of runs", metavar="DIR")
-    name: str | None = flag(None, RUN, "name of the run's folder [time, loss and norm]")
-    resume: str | None = flag(
-        None,
-        RUN,
-        "'latest' (with --name) continues a run from its newest checkpoint, or starts it over where it has none",
-    )
-    save_steps: int | None = flag(None, RUN, "write a checkpoint every N steps [an epoch]", type=int, metavar="N")
-    watch_steps: int | None = flag(
-        None, RUN, "look at the held-out queries every N steps [an epoch]", type=int, metavar="N"
-    )
-    log_every_n_steps: int = flag(1, RUN, "steps between lines of metrics.jsonl", metavar="N")
-    measure_start: bool = flag(
-        True,
-        RUN,
-        "evaluate the model before the first step, too, into start.json, with the Fisher condition numbers of the "
-        "training pairs",
-    )
-    strict: bool = flag(False, RUN, "an alarm (the angles collapse, a loss stands still) ends the run")
+    Examples:
+      mmclip train-text --model DIR/all-MiniLM-L6-v2 --train-data DIR/scifact --val-data DIR/scifact --norm qnorm
+          a sentence-transformers model on a BEIR folder
+      mmclip train-text --model DIR --train-data triples.tsv --norm learned --mini-batch-size 16 --batch-size 256
+          MS MARCO style triples, with gradient caching
+
+    --norm acts on roles: cosine normalizes both, qnorm the query, dnorm the document, dot neither. A final Normalize
+    module, which hides norms, is removed and reported.
+    """
+
+    train_data: ExistingPath | None = None
+    """Training data: a BEIR folder, or triples: .tsv (query, positive, negatives…) or .jsonl (query, positive, negative…)."""
+    train_split: str = "train"  # Split of the BEIR folder.
+    val_data: list[str] | None = None
+    """BEIR folders to evaluate the finished model on, each FOLDER or FOLDER:SPLIT [test]. The first is the run's
+    results.json, others lie in evaluations/."""
+    watch_queries: Whole = 100  # Training queries held out and watched while training, natively and by cosine; 0: none.
+    train_fraction: Fraction = 1.0  # Share of the queries to train on.
+    keep_normalize: bool = False  # Keep a final Normalize module: norms are 1, and only --norm cosine trains.
+    loss: Annotated[str, one_of(*TEXT_LOSS_WEIGHTS)] = "q2d"
+    """Trained directions: query to document (q2d), document to query (d2q), or both."""
+    q2d_weight: Share | None = None  # Weight of q2d in --loss both [0.5]
+    learn_scale: bool = False  # Train alpha too; by default it stays where the first batch sets it.
+    mini_batch_size: Count | None = None
+    """Texts that go through the model at once, by gradient caching: the batch's exact gradients in less memory."""
+    grad_clip_norm: NotNegative = 1.0  # Clip the norm of the model's gradient to this; 0: off.
+    watch_steps: Count | None = None  # Steps between looks at the held-out queries [an epoch]
+    logit_scale_init: Positive = 20.0
+    epochs: Count = 3
+    lr: Positive = 2e-5
+    wd: NotNegative = 0.01
+    log_every_n_steps: Count = 1
+    measure_start: bool = True
+
+    has_config_file = True
+    most_used = "model train_data val_data loss norm epochs batch_size lr name resume config"
+    required = {"train_data": "a BEIR folder, or a .tsv or .jsonl of triples"}
+    needs = {"q2d_weight": "loss both"}
+
+    def check(self) -> None:
+        self.check_model()
+        if self.keep_normalize and self.norm != "cosine":
+            raise UserError(f"--keep-normalize with --norm {self.norm}: embeddings that end in a Normalize module have no "
+                            "magnitude to train; leave it out, or train --norm cosine")  # fmt: skip
+        if self.resume is not None and (self.resume != "latest" or self.name is None):
+            raise UserError(f"{self.as_flag('resume')}: 'latest' is expected, with --name, the run to continue")
+
+
+class TextEvaluateConfig(VerdictConfig, TextModelConfig):
+    """Evaluate a text encoder's retrieval under every scoring, with magnitudes, and compare runs.
+
+    Examples:
+      mmclip evaluate-text --model DIR/all-MiniLM-L6-v2 --data DIR/scifact
+          any sentence-transformers model on a BEIR folder
+      L=logs; mmclip evaluate-text --compare $L/cosine $L/qnorm --control $L/dnorm --baseline $L/cosine
+          finished runs, nothing encoded again: differences with p-values, was magnitude learned, is it useful?
+
+    Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with.
+    """
+
+    data: str | None = None  # A BEIR folder: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.
+    split: str = "test"  # Split whose judgments are used.
+    run: list[ExistingFile] | None = None  # TREC run files of any system, measured by the same judgments.
+    output: str | None = None  # Folder of results.json [evaluations/DATA-SPLIT in the run, else in logs]
+    run_depth: Whole = 100  # Documents of a query in the TREC run files that are written; 0: no files.
+    fisher: bool = False  # Condition numbers of the four Fisher matrices: seconds to minutes.
+    compare: list[str] | None = None  # Finished runs on the same data to compare with.
+    block_bytes: Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
+
+    most_used = "model data split run compare control baseline output"
+    needs = {"output": "model", "fisher": "model", "model": "data", "run": "data"}
+
+    def check(self) -> None:
+        if self.model is not None:
+            self.check_model()
+        elif self.run is None and not self.compare:
+            raise UserError("nothing to do: give --model and --data, --run with TREC files, or --compare with runs")
+
+
+class StsConfig(OptimizationConfig, TextModelConfig):
+    """Check symmetry: order scored pairs of sentences by every scoring of a model, and train each normalization on them.
+
+    Examples:
+      mmclip sts --model DIR/all-MiniLM-L6-v2 --data DIR/stsb/dev.tsv
+          Spearman under every scoring, with intervals
+      mmclip sts --model DIR/all-MiniLM-L6-v2 --train DIR/stsb/dev.tsv --holdout 0.33 --seeds 0 1 --scale auto
+          four norms trained from one effective scale; a repeated command trains only what is missing
+
+    Both sentences have the same role, so normalizing one side alone has no reason to help; --train minimizes
+    mean (s(sentence1, sentence2) - label)**2 for each normalization (docs/symmetry.md).
+    """
+
+    data: ExistingFile | None = None
+    """Pairs to evaluate: .csv, or tab-separated, with a header: score, sentence1, sentence2."""
+    train: ExistingFile | None = None  # Pairs to train on first, in the same form.
+    holdout: Inner | None = None
+    """Share of the --train pairs to hold out and evaluate on; no sentence stands on both sides of the split."""
+    norms: list[Norm] = dataclasses.field(default_factory=lambda: list(FIXED_NORMS))  # Normalizations to train.
+    scale: str | float | None = None
+    """Alpha of the trained scores, or 'auto': what makes the effective scale of the first batch --effective-scale [1 for
+    cosine, whose scores lie in -1 to 1, and 0.01, the paper's, for the others]"""
+    effective_scale: Positive = 1.0  # Alpha times the mean norms that are kept, at the start, with --scale auto.
+    head_only: bool = False  # Freeze the encoder and train a residual layer on its embeddings: seconds a run.
+    gamma_init: Inner = 0.5  # Initial exponent of both roles with --norms learned.
+    seeds: list[Whole] = dataclasses.field(default_factory=lambda: [0])  # Seeds that each norm is trained with.
+    output: str | None = None  # Folder of sts.json, sts.csv and runs/, which are kept [logs/sts/MODEL-DATA]
+    epochs: Count = 2
+    batch_size: Count = 32
+    lr: Positive = 2e-5
+    wd: NotNegative = 0.01
+
+    most_used = "model data train holdout norms seeds scale output"
+    needs = {"holdout": "train", "head_only": "train", "effective_scale": "scale auto"}
 
     def __post_init__(self) -> None:
+        self.norms, self.seeds = list(dict.fromkeys(self.norms)), list(dict.fromkeys(self.seeds))
+        if self.scale not in (None, AUTO):
+            try:
+                self.scale = float(self.scale)
+            except (TypeError, ValueError):
+                self.scale = -1.0 if self.scale is None else self.scale
+            if not isinstance(self.scale, float) or not 0 < self.scale < float("inf"):
+                raise UserError(f"--scale {printable(self.scale, 60)}: expected a number above 0, or {AUTO}")
+        super().__post_init__()
+
+    def check(self) -> None:
         self.check_model()
-        at_least_one = ("epochs", "max_steps", "batch_size", "mini_batch_size", "save_steps", "watch_steps",
-                        "log_every_n_steps")  # fmt: skip
-        for names, valid, ok in (
-            (at_least_one, "a whole number of at least 1", lambda v: v >= 1),
-            (("lr", "logit_scale_init", "logit_scale_max"), "a number above 0", lambda v: v > 0),
-            (("gamma_lr", "wd", "warmup", "focal", "norm_drift", "watch_queries", "grad_clip_norm"),
-             "a number of at least 0", lambda v: v >= 0),
-            (("q2d_weight",), "a number from 0 to 1", lambda v: 0 <= v <= 1),
-            (("gamma_init",), "a number between 0 and 1, both excluded", lambda v: 0 < v < 1),
-            (("train_fraction",), "a number above 0 and at most 1", lambda v: 0 < v <= 1),
-        ):  # fmt: skip
-            require(self, names, valid, ok)
-        if self.q2d_weight is not None and self.loss != "both":
-            raise UserError(f"--q2d-weight {self.q2d_weight:g} needs --loss both, not --loss {self.loss}")
-        if self.logit_scale_init > self.logit_scale_max:
-            raise UserError(
-                f"--logit-scale-init {self.logit_scale_init:g} is above --logit-scale-max {self.logit_scale_max:g}"
-            )
-        if self.keep_normalize and self.norm != "cosine":
-            raise UserError(
-                f"--keep-normalize with --norm {self.norm}: vectors that end in a Normalize module have no length to "
-                "train; leave it out, or train --norm cosine"
-            )
-        if self.train_data is None:
-            raise UserError("--train-data is missing: a BEIR folder, or a .tsv or .jsonl of triples")
-        if not Path(self.train_data).exists():
-            raise UserError(f"--train-data {printable(self.train_data)}: no such file or folder")
-        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name):
-            raise UserError(f"--name {printable(self.name)!r}: a plain folder name is expected, without slashes")
-        if self.resume is not None and (self.resume != "latest" or self.name is None):
-            raise UserError(
-                f"--resume {printable(self.resume)}: 'latest' is expected, with --name, the run to continue"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        if self.train is None and self.data is None:
+            raise UserError("--data is missing: a file of pairs")
+        if self.train is not None and (self.data is None) == (self.holdout is None):
+            raise UserError("--train needs other pairs to evaluate on: either --data FILE, or --holdout, a share of the "
+                            "training pairs")  # fmt: skip
 
 
-DESCRIPTION = """Fine-tune a text encoder for retrieval so that embedding length may carry relevance.
+class RagConfig(TextModelConfig):
+    """Answer questions with a local reader from the documents that each scoring retrieves: exact match and token F1.
 
-The query asks, documents answer (q2d). --norm acts on these roles: cosine divides out both lengths, qnorm the query's,
-dnorm the document's, dot neither. A final Normalize module, which hides length, is taken off and reported."""
+    Examples:
+      mmclip rag --model logs/my-text-run --data DIR/triviaqa --reader google/flan-t5-large
+          under every scoring, against cosine and against no documents at all
+      mmclip rag --model DIR/all-MiniLM-L6-v2 --data DIR/nq --reader DIR/Qwen3-0.6B --scorings cosine qnorm --limit 500
+          a causal reader from a folder, on 500 queries
 
-EXAMPLES = """examples:
-  python scripts/train_text.py --model DIR/all-MiniLM-L6-v2 --train-data DIR/scifact --val-data DIR/scifact --norm qnorm
-      a sentence-transformers model on a BEIR folder
+    Scorings that retrieve the same documents share their answers; finished answers are kept, so a stopped run goes on.
+    """
 
-  python scripts/train_text.py --model DIR --train-data triples.tsv --norm learned --mini-batch-size 16 --batch-size 256
-      MS MARCO style triples, with gradients cached"""
+    data: ExistingFolder | None = None  # A BEIR folder whose queries.jsonl has answers, a list of texts each.
+    split: str = "test"  # Split of the BEIR folder.
+    limit: Count | None = None  # Answer only N queries, drawn by --seed.
+    scorings: list[Annotated[str, one_of(*SCORINGS)]] | None = None
+    """Scorings that rank the documents; cosine, which all are compared with, is always among them [all]"""
+    top_k: Count = 5  # Documents in a prompt.
+    reader: str | None = None  # A transformers text-to-text or causal model: a folder or a hub name.
+    prompt_file: ExistingFile | None = None  # Prompt template with {documents} and {question} [a built-in one]
+    closed_prompt_file: ExistingFile | None = (
+        None  # Prompt template without documents, with {question} [a built-in one]
+    )
+    closed_book: bool = True  # Answer without documents too: what the reader knows by itself.
+    max_input_tokens: Count | None = None  # Tokens of a prompt at most [the reader's own limit]
+    max_new_tokens: Count = 32  # Tokens of an answer at most.
+    reader_batch_size: Count = 8  # Prompts a batch.
+    output: str | None = None  # Folder of rag.json and predictions.jsonl [logs/rag/MODEL-DATA-SPLIT-READER]
 
+    most_used = "model data split reader scorings top_k limit output"
+    required = {
+        "data": "a BEIR folder whose queries.jsonl has answers",
+        "reader": "a transformers folder or hub name, such as google/flan-t5-large",
+    }
 
-def parse_train_text(argv: Sequence[str] | None = None) -> TextTrainConfig:
-    """The command line of train_text.py. Errors: UserError, before any model or data is touched."""
-    return parse(TextTrainConfig, argv, DESCRIPTION, EXAMPLES, CONFIGS)
+    def check(self) -> None:
+        self.check_model()

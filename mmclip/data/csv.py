@@ -7,10 +7,9 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmclip.config.files import nearest
 from mmclip.data.image_text import BadSample, ImageTextData, picture_size
 from mmclip.data.tarindex import MAX_CAPTION_BYTES
-from mmclip.errors import UserError, printable, reason
+from mmclip.errors import UserError, nearest, printable, reason
 
 # Read as one more row; a quote that is never closed swallows it. No file has this text by chance.
 _END = "\x02end\x03"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmclip.config.clip import TrainConfig
-from mmclip.config.encode import EncodeConfig
-from mmclip.config.evaluate import EvaluateConfig
+from mmclip.config import EncodeConfig, EvaluateConfig, TrainConfig
 from mmclip.data.distractors import parse_distractors
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import builtin_folder, find_split, is_folder, open_data

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.config.augmentation import parse_aug_cfg
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
+from mmclip.config.clip import parse_aug_cfg
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.loading import Batch, TrainBatches
 from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text

@@ -38,7 +38,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mmclip.array_files import json_array, read_arrays, write_arrays
-from mmclip.config.files import nearest
 from mmclip.embeddings.arrays import (
     first_repeated,
     read_floats,
@@ -49,7 +48,7 @@ from mmclip.embeddings.arrays import (
     read_strings,
     read_vectors,
 )
-from mmclip.errors import UserError, printable
+from mmclip.errors import UserError, nearest, printable
 from mmclip.evaluation.eval_set import Distractors, EvalData
 from mmclip.similarity import CLIP_DIRECTIONS
 

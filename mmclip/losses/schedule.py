@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mmclip.config.loss import LossConfig
+from mmclip.config import LossConfig
 from mmclip.errors import UserError, printable
 from mmclip.similarity import Exponents, Normalization
 

@@ -22,7 +22,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mmclip.config.files import nearest
 from mmclip.config.model_config import (
     WEIGHT_FILES,
     WEIGHT_SUFFIXES,
@@ -32,7 +31,7 @@ from mmclip.config.model_config import (
     read_model_config,
     refuse_coca,
 )
-from mmclip.errors import UserError, printable
+from mmclip.errors import UserError, nearest, printable
 from mmclip.models.towers import Pixels, Towers
 
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from mmclip import __version__
-from mmclip.config.loss import LossConfig
+from mmclip.config import LossConfig, TextTrainConfig
 from mmclip.config.model_config import WEIGHT_FILES, export_folder, read_metadata
-from mmclip.config.text import TextTrainConfig
 from mmclip.errors import UserError, printable
 from mmclip.roles import (
     CLIP_DIRECTIONS,

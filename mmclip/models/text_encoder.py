@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmclip.config import TextModelConfig
 from mmclip.config.model_config import check_metadata, read_json
-from mmclip.config.text_model import TextModelConfig
 from mmclip.errors import UserError, printable
 from mmclip.models.metadata import METADATA_FILE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmclip.config.report import ReportConfig
+from mmclip.config import ReportConfig
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import verdicts
 from mmclip.evaluation.eval_set import MAIN_POOL

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmclip.config.clip import TrainConfig
-from mmclip.config.flags import read_config
+from mmclip.config import TrainConfig, read_yaml, values_of
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.runs import load_run
@@ -90,7 +89,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return read_config(TrainConfig, path)
+        return values_of(TrainConfig, read_yaml(path))
     except (UserError, OSError):
         return None
 

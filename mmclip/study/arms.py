@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.evaluation.results import Results
 from mmclip.roles import LOSS_WEIGHTS, Direction
 

@@ -10,25 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from mmclip.config.clip import CONFIGS
-from mmclip.config.files import (
-    convert,
-    converted,
-    find_config,
-    is_null,
-    kind_of,
-    name_of,
-    name_value_nodes,
-    nearest,
-    read_config,
-    require_plain,
-    text_of,
-)
-from mmclip.config.flags import whole_number
-from mmclip.config.study import StudyConfig
-from mmclip.errors import UserError, printable
+from mmclip.config import CONFIGS, StudyConfig, find_config, read_yaml, values_of
+from mmclip.errors import UserError, nearest, printable
 from mmclip.study.kinds import CLIP, KINDS, Kind
 
 Json = dict[str, Any]
@@ -52,11 +35,11 @@ class StudyFile:
 
 def read_study(settings: StudyConfig) -> StudyFile:
     """The file of --config with --set over it, over its arms too, and --seeds. Errors: UserError, one line."""
-    path = find_config(settings.config, CONFIGS, study=True)
+    path = find_config(settings.config, study=True)
     kind, own, rest = _top(path)
     title = _text(own["title"], f"{path}: title") if "title" in own else path.stem.replace("_", " ")
     forced = _overrides(kind, settings.set or [])
-    asked = _base(kind, path, own.get("config")) | converted(kind.settings, rest, path)
+    asked = _base(kind, path, own.get("config")) | values_of(kind.settings, rest, path)
     _refuse_ours(kind, asked, path)
     defaults = {name: f.default for name, f in kind.fields.items() if name not in kind.ours}
     arms, names, seeds = _arms(kind, _entries(kind, own.get("arms"), forced, path), defaults | asked | forced)
@@ -66,74 +49,53 @@ def read_study(settings: StudyConfig) -> StudyFile:
     return StudyFile(kind, path, title, arms, names, wanted)
 
 
-def _top(path: Path) -> tuple[Kind, dict[str, yaml.Node], list[tuple[yaml.Node, yaml.Node]]]:
-    """What its runs are, what only a study's file has, by name, and the (name, value) nodes of all runs' settings."""
-    pairs = name_value_nodes(path)
-    kind = _kind(path, [node for key, node in pairs if name_of(key) == "script"])
-    fields = kind.fields
-    own: dict[str, yaml.Node] = {}
-    rest = []
-    for key, node in pairs:
-        name = name_of(key)
-        if name in own:
-            raise UserError(f"{path}: {name} is set twice, the second time in line {key.start_mark.line + 1}")
-        if name in _OF_A_STUDY:
-            own[name] = node
-        elif name in fields:
-            rest.append((key, node))
-        else:
-            valid = [*_OF_A_STUDY, *(f for f in fields if f not in kind.ours)]
-            raise UserError(f"{path}: unknown setting {printable(name, 100)!r}{nearest(name[:100], valid)}")
-    return kind, own, rest
-
-
-def _kind(path: Path, nodes: Sequence[yaml.Node]) -> Kind:
-    if not nodes:
-        return CLIP
-    script = _text(nodes[0], f"{path}: script")
+def _top(path: Path) -> tuple[Kind, Json, Json]:
+    """What its runs are, what only a study's file has, and all runs' settings."""
+    texts = read_yaml(path)
+    script = _text(texts.get("script", CLIP.script), f"{path}: script")
     if script not in KINDS:
         raise UserError(f"{path}: script {printable(script, 60)!r} is not one of {', '.join(KINDS)}")
-    return KINDS[script]
+    kind = KINDS[script]
+    for name in texts:
+        if name not in (*_OF_A_STUDY, *kind.fields):
+            valid = [*_OF_A_STUDY, *(f for f in kind.fields if f not in kind.ours)]
+            raise UserError(f"{path}: unknown setting {printable(name, 100)!r}{nearest(name[:100], valid)}")
+    own = {name: value for name, value in texts.items() if name in _OF_A_STUDY}
+    return kind, own, {name: value for name, value in texts.items() if name not in own}
 
 
-def _base(kind: Kind, path: Path, node: yaml.Node | None) -> Json:
+def _base(kind: Kind, path: Path, value: Any) -> Json:
     """What all runs start from: a file of the script's settings."""
-    if node is None:
-        return read_config(kind.settings, CONFIGS / kind.base) if kind.base else {}
-    name = _text(node, f"{path}: config")
-    beside = path.parent / name
-    found = beside if beside.is_file() else find_config(name, CONFIGS, asked=f"{path}: config")
-    return read_config(kind.settings, found)
+    if value is None:
+        found = CONFIGS / kind.base if kind.base else None
+    else:
+        beside = path.parent / (name := _text(value, f"{path}: config"))
+        found = beside if beside.is_file() else find_config(name, source=f"{path}: config")
+    return values_of(kind.settings, read_yaml(found), found) if found else {}
 
 
-def _text(node: yaml.Node, where: str) -> str:
-    text = "" if is_null(node) else text_of(node, where).strip()
-    if not text:
-        raise UserError(f"{where} is a text, got {'null' if is_null(node) else 'an empty one'}")
-    return text
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, list | dict):
+        raise UserError(f"{where} is a single value, got a {'list' if isinstance(value, list) else 'mapping'}")
+    if value is None or not value.strip():
+        raise UserError(f"{where} is a text, got {'null' if value is None else 'an empty one'}")
+    return str(value.strip())
 
 
 def _overrides(kind: Kind, texts: Sequence[str]) -> Json:
-    """The settings of --set."""
-    pairs: list[tuple[yaml.Node, yaml.Node]] = []
+    """The settings of --set: 'a b' for a setting that takes a list."""
+    values: Json = {}
     for text in texts:
         key, value = text.split("=", 1)
-        node = yaml.ScalarNode("tag:yaml.org,2002:str", key)
-        if name_of(node) in [name_of(k) for k, _ in pairs]:
+        name = key.replace("-", "_")
+        if name in values:
             raise UserError(f"--set: {printable(key, 100)} is set twice")
-        pairs.append((node, _node(kind.fields.get(name_of(node)), value)))
-    values = converted(kind.settings, pairs, _SET)
+        field = kind.fields.get(name)
+        many, null = field is not None and field.many, field is not None and field.optional and value == "null"
+        values[name] = value.split() if many else None if null else value
+    values = values_of(kind.settings, values, _SET)
     _refuse_ours(kind, values, _SET)
     return values
-
-
-def _node(field: Any, text: str) -> yaml.Node:
-    """What a flag's text would be in a file: 'a b' for a setting that takes a list."""
-    if field is not None and field.metadata["nargs"]:
-        parts = [yaml.ScalarNode("tag:yaml.org,2002:str", t) for t in text.split()]
-        return yaml.SequenceNode("tag:yaml.org,2002:seq", parts)
-    null = text == "null" and field is not None and field.default is None
-    return yaml.ScalarNode("tag:yaml.org,2002:" + ("null" if null else "str"), text)
 
 
 def _refuse_ours(kind: Kind, names: Iterable[str], where: Path) -> None:
@@ -149,13 +111,9 @@ def _require_few(runs: int, where: Path) -> None:
         raise UserError(f"{where}: {runs:,} runs, more than {MAX_RUNS:,}")
 
 
-def _seeds(node: yaml.Node, where: Path) -> list[int]:
-    require_plain(node, f"{where}: seeds")
-    try:
-        seeds = [whole_number(text_of(n, "")) for n in node.value] if isinstance(node, yaml.SequenceNode) else []
-    except Exception:  # argparse's own kind, or a node that is no number
-        seeds = []
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+def _seeds(value: Any, where: Path) -> list[int]:
+    seeds = [int(v) for v in value if isinstance(v, str) and v.isdecimal()] if isinstance(value, list) else []
+    if not seeds or len(set(seeds)) < len(value):
         raise UserError(f"{where}: seeds: a list of different whole numbers from 0 on is expected, such as [0, 1, 2]")
     return seeds
 
@@ -185,47 +143,37 @@ class _Entry:
             yield " ".join(map(str, words)) or None, self.fixed | point
 
 
-def _entries(kind: Kind, node: yaml.Node | None, forced: Json, path: Path) -> list[_Entry]:
+def _entries(kind: Kind, items: Any, forced: Json, path: Path) -> list[_Entry]:
     """The entries of arms, counted before any grid is expanded. Errors: UserError."""
-    if not isinstance(node, yaml.SequenceNode) or not node.value:
+    if not isinstance(items, list) or not items:
         raise UserError(f"{path}: arms: a list of settings is expected, such as - {{loss: sym, norm: cosine}}")
-    require_plain(node, f"{path}: arms")
-    entries = [_entry(kind, item, forced, Path(f"{path}, line {item.start_mark.line + 1}")) for item in node.value]
+    entries = [_entry(kind, item, forced, Path(f"{path}, arm {i}")) for i, item in enumerate(items, start=1)]
     for entry in entries:
         _require_few(len(entry), entry.where)
     _require_few(sum(map(len, entries)), path)
     return entries
 
 
-def _entry(kind: Kind, node: yaml.Node, forced: Json, where: Path) -> _Entry:
+def _entry(kind: Kind, item: Any, forced: Json, where: Path) -> _Entry:
     """A list is an axis, except where a setting is a list itself; what --set gives replaces either."""
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}, got {kind_of(node)}")
-    require_plain(node, str(where))
-    fields = kind.fields
-    own: dict[str, yaml.Node] = {}
-    plain: list[tuple[yaml.Node, yaml.Node]] = []
+    if not isinstance(item, dict):
+        raise UserError(f"{where}: an arm is a mapping such as {{loss: sym, norm: cosine}}")
     axes: dict[str, list[Any]] = {}
-    for key, value in node.value:
-        name = name_of(key)
-        if name in (*own, *axes, *(name_of(k) for k, _ in plain)):
-            raise UserError(f"{where}: {printable(name, 100)} is set twice")
-        if name in ("name", "seeds"):
-            own[name] = value
-        elif isinstance(value, yaml.SequenceNode) and name in fields and not fields[name].metadata["nargs"]:
-            require_plain(value, f"{where}: {name}")
-            if not value.value:
+    plain: Json = {}
+    for name, value in item.items():
+        if isinstance(value, list) and name in kind.fields and not kind.fields[name].many and name != "seeds":
+            if not value:
                 raise UserError(f"{where}: {name}: an empty list")
-            axes[name] = [convert(fields[name], item, where) for item in value.value]
-        else:
-            plain.append((key, value))
-    fixed = converted(kind.settings, plain, where)
+            axes[name] = [values_of(kind.settings, {name: v}, where)[name] for v in value]
+        elif name not in ("name", "seeds"):
+            plain[name] = value
+    fixed = values_of(kind.settings, plain, where)
     _refuse_ours(kind, (*fixed, *axes), where)
     return _Entry(
         kind,
         where,
-        _text(own["name"], f"{where}: an arm's name") if "name" in own else None,
-        _seeds(own["seeds"], where) if "seeds" in own else [],
+        _text(item["name"], f"{where}: an arm's name") if "name" in item else None,
+        _seeds(item["seeds"], where) if "seeds" in item else [],
         {k: v for k, v in fixed.items() if k not in forced},
         {k: v for k, v in axes.items() if k not in forced},
     )

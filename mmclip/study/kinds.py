@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mmclip.config.clip import TrainConfig
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import Flag, TextTrainConfig, TrainConfig
 from mmclip.study.arms import COSMETIC, MEASURING
 
 Json = dict[str, Any]
@@ -38,8 +37,8 @@ class Kind:
     once: str | None = None
 
     @property
-    def fields(self) -> dict[str, dataclasses.Field[Any]]:
-        return {f.name: f for f in dataclasses.fields(self.settings)}
+    def fields(self) -> dict[str, Flag]:
+        return self.settings.flags
 
 
 CLIP = Kind(

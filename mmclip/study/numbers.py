@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from mmclip import metrics
-from mmclip.config.loss import LossConfig
+from mmclip.config import LossConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.comparable import same_data
 from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config.study import StudyConfig
+from mmclip.config import StudyConfig
 from mmclip.data.shards import FORMS, find_split, is_folder
 from mmclip.errors import UserError, printable
 from mmclip.study.file import StudyFile, read_study

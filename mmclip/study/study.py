@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmclip.config.study import StudyConfig
+from mmclip.config import StudyConfig
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.io import lock_folder, write_text_atomically

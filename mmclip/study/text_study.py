@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.data.beir import require_beir
 from mmclip.data.text_places import EVALUATIONS, evaluation_name, folder_and_split
 from mmclip.errors import UserError, printable

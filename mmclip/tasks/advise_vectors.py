@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmclip import distributed
 from mmclip.array_files import json_array, read_arrays, read_json_array, write_arrays
-from mmclip.config.advise import AdviseConfig
+from mmclip.config import AdviseConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError, printable

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mmclip.config.sts import AUTO, PAPER_SCALE, StsConfig
+from mmclip.config import StsConfig
+from mmclip.config.text import AUTO, PAPER_SCALE
 from mmclip.errors import UserError, printable
 from mmclip.models.text_encoder import ROLES, TextEncoder
 from mmclip.similarity import Direction, Normalization, RoleSimilarity

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.losses.schedule import as_step

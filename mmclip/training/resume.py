@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmclip.config.clip import CHANGEABLE, TrainConfig
+from mmclip.config import TrainConfig
+from mmclip.config.clip import CHANGEABLE
 from mmclip.distributed.fsdp import shared_out
 from mmclip.errors import UserError, printable
 from mmclip.losses.contrastive import ContrastiveLoss

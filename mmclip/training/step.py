@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import distributed
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.data.text_pairs import TrainingPairs
 from mmclip.data.text_places import EVALUATIONS, evaluation_name

@@ -20,7 +20,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from transformers import PrinterCallback
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.errors import UserError, printable
 from mmclip.io import write_atomically
 from mmclip.losses.sentence_transformers import RoleRankingLoss, load_loss, save_loss

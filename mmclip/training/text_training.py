@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from mmclip import distributed
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError
 from mmclip.evaluation.text_evaluation import quick_numbers

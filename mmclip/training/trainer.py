@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mmclip import distributed
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.data.reading import ReaderDied
 from mmclip.distributed import fsdp as sharding

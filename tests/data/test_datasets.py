@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data

@@ -14,7 +14,7 @@ from torch import nn
 
 from mmclip import load_model
 from mmclip.commands import train as run
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.distributed import fsdp as sharding
 from mmclip.errors import UserError
 from tests.helpers.comparing import off, worst

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from mmclip.commands.train import train
-from mmclip.config.clip import parse_train
+from mmclip.commands.train import run as train
+from mmclip.config import TrainConfig, parse
 from mmclip.embeddings import trunk_cache
 from mmclip.evaluation.eval_source import EvalSource
 from mmclip.training import checkpoint as checkpoints
@@ -111,7 +111,7 @@ def attempt(flags: list[str], output: Path, prepare: Callable[[], None]) -> int:
         torch.set_num_threads(1)
         trunk_cache.PART_ROWS = {"image": 16, "text": 40}  # several parts of a tiny data set
         prepare()
-        train(parse_train(flags))
+        train(parse(TrainConfig, flags))
         code = 0
     finally:
         os._exit(code)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmclip.config.loss import LossConfig
+from mmclip.config import LossConfig
 from mmclip.distributed.collectives import average_, gather_ids, gather_rows, world
 from mmclip.losses.contrastive import ContrastiveLoss, clip_loss, contrastive_loss
 from mmclip.losses.schedule import exponents_at, i2t_weight_at, start_exponents

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from mmclip.config.clip import TrainConfig
-from mmclip.config.study import StudyConfig
+from mmclip.config import StudyConfig, TrainConfig
 from mmclip.evaluation.eval_set import EvalData
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.text_evaluation import evaluate_text

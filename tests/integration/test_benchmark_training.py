@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmclip.config.clip import parse_train
+from mmclip.config import TrainConfig, parse
 from mmclip.data.shards import open_data
 
 NUMBER = r"\d+\.\d\d"
@@ -166,7 +166,7 @@ def test_our_flags_ask_for_the_loss_and_the_optimizer_that_the_other_side_has(be
     told = {"batch_size": 8, "workers": 1, "precision": "fp32", "device": "cpu", "epochs": 2, "logs": str(tmp_path)}
     told |= {"warmup": 3, "layout": "csv", "csv": "x.csv", "check": False, "config": str(tiny_model)}
     flags, _ = training.ours(told | {"weights": str(tmp_path / "w.safetensors")})
-    settings = parse_train(flags)
+    settings = parse(TrainConfig, flags)
     assert {name: getattr(settings, name.replace("-", "_")) for name in training.OPTIMIZER} == training.OPTIMIZER
     assert (settings.loss, settings.norm, settings.positives) == ("sym", "cosine", "none")
     assert (settings.warmup, settings.val_data, settings.dataset_type, settings.workers) == (3, "none", "csv", 1)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mmclip import load_model
-from mmclip.commands.embed import embed
-from mmclip.config.embed import EmbedConfig
+from mmclip.commands.embed import run as embed
+from mmclip.config import EmbedConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
@@ -136,10 +136,10 @@ def test_random_weights_are_written_for_numpy_and_have_no_evidence(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"output": "x.npz"}, "--model is needed"),
-        ({"model": "m"}, r"--output nothing: a file ending in \.safetensors or \.npz"),
-        ({"model": "m", "output": "x.pt"}, r"--output 'x\.pt'"),
-        ({"model": "m", "output": "x.npz", "bank_size": 0}, "--bank-size 0: expected at least 1"),
+        ({"output": "x.npz"}, "--model is missing"),
+        ({"model": "m"}, r"--output is missing: a file ending in \.safetensors or \.npz"),
+        ({"model": "m", "output": "x.pt"}, r"--output x\.pt"),
+        ({"model": "m", "output": "x.npz", "bank_size": 0}, "--bank-size 0: expected a whole number of at least 1"),
     ],
 )
 def test_wrong_flags_are_told_before_anything_is_loaded(given: dict[str, Any], says: str) -> None:

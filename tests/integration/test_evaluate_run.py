@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mmclip.commands.evaluate import evaluate_model
-from mmclip.config.evaluate import EvaluateConfig
+from mmclip.commands.evaluate import run as evaluate_model
+from mmclip.config import EvaluateConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.similarity import Exponents

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.commands.evaluate_text import evaluate_text_model, load_text_run, text_run_folder
-from mmclip.config.text_evaluate import TextEvaluateConfig, parse_evaluate_text
+from mmclip.commands.evaluate_text import load_text_run, text_run_folder
+from mmclip.commands.evaluate_text import run as evaluate_text_model
+from mmclip.config import TextEvaluateConfig, parse
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from tests.helpers.tiny import run_script
@@ -70,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    evaluate_text_model(parse_evaluate_text([str(a) for a in arguments]))
+    evaluate_text_model(parse(TextEvaluateConfig, [str(a) for a in arguments]))
     return capsys.readouterr().out
 
 
@@ -165,9 +166,9 @@ def test_finished_runs_that_are_none_are_one_line(folder: Path, model: Path, tmp
     ("arguments", "words"),
     [
         ([], "nothing to do"),
-        (["--model", "m"], "--data is missing"),
-        (["--run", "x"], "--run needs --data"),
-        (["--data", "d", "--run", "missing.trec"], "missing.trec: no such file"),
+        (["--model", "m"], "--model m needs --data"),
+        (["--run", __file__], "needs --data"),
+        (["--data", "d", "--run", "missing.trec"], "missing.trec: expected an existing file"),
         (["--compare", "a", "--baseline", "b"], "needs --control"),
         (["--model", "./nowhere", "--data", "d"], "no such folder"),
         (["--compare", "a", "--run-depth", "-1"], "--run-depth -1: expected a whole number of at least 0"),
@@ -177,7 +178,7 @@ def test_finished_runs_that_are_none_are_one_line(folder: Path, model: Path, tmp
 )
 def test_bad_flags_are_one_line(arguments: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words) as error:
-        parse_evaluate_text(arguments)
+        parse(TextEvaluateConfig, arguments)
     assert "\n" not in str(error.value)
 
 
@@ -195,5 +196,5 @@ def test_help_does_not_wait_for_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys; import mmclip.config.text_evaluate; sys.exit('torch' in sys.modules)"
+    code = "import sys; import mmclip.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mmclip import load_model
-from mmclip.config.clip import CONFIGS, TrainConfig
-from mmclip.config.files import read_config
+from mmclip.config import CONFIGS, TrainConfig, read_yaml, values_of
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
@@ -32,7 +31,7 @@ IMAGES = 384
 @pytest.fixture(scope="module")
 def settings(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     os.environ["MMCLIP_SHARED"] = str(shared)
-    values = read_config(TrainConfig, CONFIGS / "flickr8k_heads.yaml")
+    values = values_of(TrainConfig, read_yaml(CONFIGS / "flickr8k_heads.yaml"))
     cache = tmp_path_factory.mktemp("cache")
     return {**values, "batch_size": 64, "train_num_samples": IMAGES, "workers": 0, "cache_dir": str(cache)}
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.commands.sts import run_sts
-from mmclip.config.sts import PAPER_SCALE, StsConfig, parse_sts
+from mmclip.commands.sts import run as run_sts
+from mmclip.config import StsConfig, parse
+from mmclip.config.text import PAPER_SCALE
 from mmclip.errors import UserError
 from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.similarity import Direction, Normalization
@@ -253,24 +254,24 @@ def test_the_script_scores_a_file_and_refuses_in_one_line(tiny_text: Path, file:
     [
         ([], "--model is missing"),
         (["--model", "m"], "--data is missing"),
-        (["--model", "m", "--data", "none.tsv"], "no such file"),
-        (["--model", "m", "--holdout", "0.3"], "it needs --train"),
+        (["--model", "m", "--data", "none.tsv"], "none.tsv: expected an existing file"),
+        (["--model", "m", "--holdout", "0.3"], "needs --train"),
         (["--model", "m", "--train", "F"], "either --data FILE, or --holdout"),
         (["--model", "m", "--train", "F", "--data", "F", "--holdout", "0.3"], "either --data FILE, or --holdout"),
         (["--model", "m", "--train", "F", "--holdout", "1"], "between 0 and 1"),
-        (["--model", "m", "--data", "F", "--norms", "cosin"], "--norms cosin: unknown; valid: cosine, dot"),
-        (["--model", "m", "--data", "F", "--scale", "high"], "neither a number nor 'auto'"),
+        (["--model", "m", "--data", "F", "--norms", "cosin"], "--norms cosin: expected one of cosine, dot"),
+        (["--model", "m", "--data", "F", "--scale", "high"], "--scale high: expected a number above 0, or auto"),
         (["--model", "m", "--data", "F", "--scale", "-1"], "--scale -1.0: expected a number above 0, or auto"),
         (["--model", "m", "--data", "F", "--effective-scale", "2"], "needs --scale auto"),
         (["--model", "m", "--data", "F", "--seeds", "-1"], "--seeds -1"),
-        (["--model", "m", "--data", "F", "--head-only"], "it needs --train"),
+        (["--model", "m", "--data", "F", "--head-only"], "needs --train"),
     ],
 )
 def test_settings_refuse(file: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse_sts([str(file) if a == "F" else a for a in arguments])
+        parse(StsConfig, [str(file) if a == "F" else a for a in arguments])
 
 
 def test_settings_import_nothing_heavy() -> None:
-    code = "import sys, mmclip.config.sts; sys.exit('torch' in sys.modules or 'sentence_transformers' in sys.modules)"
+    code = "import sys, mmclip.config; sys.exit('torch' in sys.modules or 'sentence_transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

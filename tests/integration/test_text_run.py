@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from mmclip.commands import train_text as text_run
-from mmclip.commands.train_text import build_loss, check_settings, open_data, train_text
-from mmclip.config.text import TextTrainConfig
+from mmclip.commands.train_text import build_loss, check_settings, open_data
+from mmclip.commands.train_text import run as train_text
+from mmclip.config import TextTrainConfig
 from mmclip.data.text_places import folder_and_split
 from mmclip.errors import UserError
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss

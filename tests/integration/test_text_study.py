@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.config.study import StudyConfig
+from mmclip.config import StudyConfig
 from mmclip.data.text_places import EVALUATIONS, folder_and_split
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip import load_model
-from mmclip.config.clip import TrainConfig
-from mmclip.config.loss import LossConfig
+from mmclip.config import LossConfig, TrainConfig
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.losses.schedule import as_step, check, exponents_at, i2t_weight_at, rate_factor, told
@@ -79,7 +78,7 @@ def test_lambda_goes_from_the_first_step_to_the_last(start: float, end: float, t
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"gamma_schedule": "switch", "norm": "learned"}, "--norm learned finds its exponents itself"),
+        ({"gamma_schedule": "switch", "norm": "learned"}, "--norm learned trains its exponents"),
         ({"gamma_schedule": "switch"}, "--gamma-from cosine is --norm itself"),
         ({"gamma_schedule": "switch", "norm": "dot", "gamma_start": 0.0}, "leaves no step before it"),
         ({"gamma_schedule": "anneal", "norm": "dot", "gamma_start": 0.8}, "--gamma-start 0.8 is not before"),

@@ -11,7 +11,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import TrainerCallback
 
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.errors import UserError
 from mmclip.losses.sentence_transformers import (
     LOSS_FILE,

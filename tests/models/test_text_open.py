@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.config.text_model import TextModelConfig
+from mmclip.config import TextModelConfig
 from mmclip.models.export import export_text
 from mmclip.models.text_encoder import load_text_model, open_text_model, text_precision
 from tests.helpers.texts import make_bert

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.config.study import StudyConfig
+from mmclip.config import StudyConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.study.finished import damaged, gather, put_aside, read_lines, read_run

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmclip.config.clip import CONFIGS
-from mmclip.config.study import StudyConfig, parse_study
+from mmclip.config import CONFIGS, StudyConfig, parse
 from mmclip.errors import UserError
 from mmclip.study.kinds import KINDS, Kind
 from mmclip.study.plan import plan_study, require_data
@@ -61,7 +60,7 @@ def test_every_setting_that_a_kind_names_is_one(kind: Kind) -> None:
     names = {f.name for f in dataclasses.fields(kind.settings)}
     named = {*kind.cosmetic, *kind.ours, *kind.measuring, *kind.fixed, kind.weight, kind.initial, kind.once} - {None}
     assert named <= names and set(kind.fixed) <= set(kind.ours)
-    losses = kind.fields["loss"].metadata["choices"]
+    losses = kind.fields["loss"].check.choices
     assert set(kind.losses.values()) == set(losses)
 
 
@@ -85,9 +84,9 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
     [
         ("seeds: [0]\n", "arms: a list of settings is expected"),
         ("arms: []\n", "arms: a list of settings is expected"),
-        ("arms:\n  - sym\n", "line 2: an arm is a mapping"),
+        ("arms:\n  - sym\n", "arm 1: an arm is a mapping"),
         ("arms:\n  - {norms: cosine}\n", "unknown setting 'norms'; did you mean norm?"),
-        ("arms:\n  - {norm: [cosine, dott]}\n", "norm: 'dott' is not one of"),
+        ("arms:\n  - {norm: [cosine, dott]}\n", "arm 'sym dott': --norm dott: expected one of"),
         ("arms:\n  - {norm: []}\n", "norm: an empty list"),
         ("arms:\n  - {norm: cosine, seed: 3}\n", "seed is set by the study for each of its runs; give seeds"),
         ("resume: latest\n" + ARMS, "resume is set by the study"),
@@ -106,22 +105,14 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
         ("arms:\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "called 'a': give each a name of its own"),
         ("arms:\n  - {norm: dot}\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "arms are called 'a'"),
         ("arm:\n  - {norm: dot}\n", "unknown setting 'arm'; did you mean arms?"),
-        ("config: null\n" + ARMS, "study_tiny.yaml: config is a text, got null"),
         ("title: [a]\n" + ARMS, "title is a single value, got a list"),
-        ("title: !!python/name:os.system a\n" + ARMS, "!!python/name:os.system is not read"),
-        ("arms: !!python/tuple\n  - {norm: dot}\n", "!!python/tuple is not read"),
-        ("arms:\n  - !!python/object:os.x {norm: dot}\n", "line 2: !!python/object:os.x is not read"),
-        ("arms:\n  - {norm: !!set [dot]}\n", "norm: !!set is not read"),
-        ("arms:\n  - {aug_cfg: !!set [a=1]}\n", "aug_cfg: !!set is not read"),
-        ("seeds: !!set [0]\n" + ARMS, "seeds: !!set is not read"),
-        ("arms:\n  - {norm: dot, norm: qnorm}\n", "line 2: norm is set twice"),
-        ("arms:\n  - {norm: [dot], norm: qnorm}\n", "line 2: norm is set twice"),
-        ("arms:\n  - {norm: dot, norm: [qnorm]}\n", "line 2: norm is set twice"),
-        ("arms:\n  - {norm: dot, name: a, name: b}\n", "line 2: name is set twice"),
-        ("arms:\n  - {norm: dot, seeds: [1], seeds: [2]}\n", "line 2: seeds is set twice"),
-        ("arms:\n  - {norm: dot, name: null}\n", "line 2: an arm's name is a text, got null"),
-        ("arms:\n  - {norm: dot, name: '  '}\n", "line 2: an arm's name is a text, got an empty one"),
-        ('arms:\n  - {norm: dot, name: "\\ud800"}\n', "holds a NUL or half a character"),
+        ("arms:\n  - {norm: dot, norm: qnorm}\n", "norm is set twice"),
+        ("arms:\n  - {norm: [dot], norm: qnorm}\n", "norm is set twice"),
+        ("arms:\n  - {norm: dot, norm: [qnorm]}\n", "norm is set twice"),
+        ("arms:\n  - {norm: dot, name: a, name: b}\n", "name is set twice"),
+        ("arms:\n  - {norm: dot, seeds: [1], seeds: [2]}\n", "seeds is set twice"),
+        ("arms:\n  - {norm: dot, name: null}\n", "arm 1: an arm's name is a text, got null"),
+        ("arms:\n  - {norm: dot, name: '  '}\n", "arm 1: an arm's name is a text, got an empty one"),
         ("val_data: none\n" + ARMS, "arm 'sym cosine': val_data none: a study shows"),
         (
             "arms:\n  - {norm: [cosine, dot]}\n  - {norm: qnorm, init_from: sym cosin}\n",
@@ -155,7 +146,7 @@ def test_a_name_without_ascii_letters_still_names_a_folder(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--jobs", "-1"], "--jobs -1: expected 0 or more"),
+        (["--jobs", "-1"], "--jobs -1: expected a whole number of at least 0"),
         (["--name", "a/b"], "a plain folder name"),
         (["--set", "lr"], "--set 'lr': expected SETTING=VALUE"),
         (["--seeds", "1", "1"], "--seeds 1 1: different whole numbers"),
@@ -163,7 +154,7 @@ def test_a_name_without_ascii_letters_still_names_a_folder(tmp_path: Path) -> No
 )
 def test_flags_are_checked(argv: list[str], told: str) -> None:
     with pytest.raises(UserError, match=re.escape(told)):
-        parse_study(argv)
+        parse(StudyConfig, argv)
 
 
 def test_data_that_are_not_there_are_told_before_a_run(tmp_path: Path) -> None:

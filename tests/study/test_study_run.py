@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config.study import StudyConfig
+from mmclip.config import StudyConfig
 from mmclip.study.plan import Cell, plan_study
 from mmclip.study.runner import StudyRun, is_finished, last_line, seconds_of
 from mmclip.study.study import study
@@ -145,7 +145,7 @@ def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path) -> None:
     found = cells(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
     code = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from pathlib import Path\nfrom mmclip.config.study import StudyConfig\nfrom mmclip.study.study import study\n"
+        "from pathlib import Path\nfrom mmclip.config import StudyConfig\nfrom mmclip.study.study import study\n"
         f"sys.exit(study(StudyConfig(config={str(tmp_path / 's.yaml')!r}, logs={str(tmp_path / 'logs')!r}, jobs=1), "
         f"Path({str(stand_in(tmp_path))!r})))"
     )

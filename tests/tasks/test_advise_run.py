@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.commands.advise import advise, lengths, zero_shot
-from mmclip.config.advise import AdviseConfig, parse_advise
+from mmclip.commands.advise import lengths, zero_shot
+from mmclip.commands.advise import run as advise
+from mmclip.config import AdviseConfig, parse
 from mmclip.data.beir import open_beir
 from mmclip.errors import UserError
 from mmclip.similarity import Direction, Normalization
@@ -60,7 +61,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def settings(*arguments: object) -> AdviseConfig:
-    return parse_advise([str(a) for a in arguments])
+    return parse(AdviseConfig, [str(a) for a in arguments])
 
 
 def test_text_gives_an_answer_with_evidence(text_advice: tuple[Path, str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.models.factory import build_model

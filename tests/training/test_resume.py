@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmclip.config.clip import CHANGEABLE, TrainConfig
+from mmclip.config import TrainConfig
+from mmclip.config.clip import CHANGEABLE
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.models.factory import build_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmclip.config.clip import TrainConfig
+from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.embeddings.encode import Runner
 from mmclip.losses.contrastive import ContrastiveLoss, clip_loss

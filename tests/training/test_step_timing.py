@@ -17,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from mmclip.commands import train as run
-from mmclip.config.clip import TrainConfig, parse_train
+from mmclip.config import TrainConfig, parse
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
@@ -184,6 +184,6 @@ def test_a_loss_that_is_not_finite_is_one_line(tiny_data: Path, tiny_model: Path
 
 def test_flags(tiny_model: Path) -> None:
     with pytest.raises(UserError, match="--benchmark 0: expected a whole number of at least 1"):
-        parse_train(["--benchmark", "0"])
+        parse(TrainConfig, ["--benchmark", "0"])
     with pytest.raises(UserError, match="--benchmark 3 beside --resume"):
-        parse_train(["--benchmark", "3", "--resume", "latest", "--name", "x"])
+        parse(TrainConfig, ["--benchmark", "3", "--resume", "latest", "--name", "x"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmclip.commands.train_text import build_loss
-from mmclip.config.text import TextTrainConfig
+from mmclip.config import TextTrainConfig
 from mmclip.data.text_pairs import open_pairs
 from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.similarity import Direction

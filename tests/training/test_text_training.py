@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mmclip.commands.train_text import train_text
-from mmclip.config.text import TextTrainConfig
+from mmclip.commands.train_text import run as train_text
+from mmclip.config import TextTrainConfig
 from mmclip.errors import UserError
 from mmclip.training import text_training
 from mmclip.training.text_training import Run
