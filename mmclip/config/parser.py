@@ -313,8 +313,16 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
     for name, flag in flags.items():  # values stay lists of texts, so that tyro has nothing to refuse
         word = "{" + ",".join(flag.check.choices) + "}" if flag.check.choices else _METAVARS[flag.kind]
         texts = PrimitiveConstructorSpec("*", f"[{word} ...]" if flag.many else word, list, bool, lambda value: [])
-        shown = " ".join(map(str, flag.default)) if flag.many and flag.default else flag.default
-        hint = "" if shown in (None, False, "") else f"[{ {True: 'on', chr(9): 'tab'}.get(shown, shown) }]"  # fmt: skip
+        shown = (
+            " ".join(map(str, flag.default)) if flag.many and flag.default else str(flag.default).replace("\t", "tab")
+        )
+        hint = (
+            ""
+            if flag.default in (None, "") or flag.default is False
+            else "[on]"
+            if flag.default is True
+            else f"[{shown}]"
+        )
         about = tyro.conf.arg(help=docs.get(name, ""), help_behavior_hint=hint)
         kind: Any = bool if flag.kind is bool else Annotated[Any, texts]
         default = bool(flag.default) if flag.kind is bool else None

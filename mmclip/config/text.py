@@ -192,9 +192,7 @@ class RagConfig(TextModelConfig):
     top_k: Count = 5  # Documents in a prompt.
     reader: str | None = None  # A transformers text-to-text or causal model: a folder or a hub name.
     prompt_file: ExistingFile | None = None  # Prompt template with {documents} and {question} [a built-in one]
-    closed_prompt_file: ExistingFile | None = (
-        None  # Prompt template without documents, with {question} [a built-in one]
-    )
+    closed_prompt_file: ExistingFile | None = None  # Template without documents, with {question} [a built-in one]
     closed_book: bool = True  # Answer without documents too: what the reader knows by itself.
     max_input_tokens: Count | None = None  # Tokens of a prompt at most [the reader's own limit]
     max_new_tokens: Count = 32  # Tokens of an answer at most.
