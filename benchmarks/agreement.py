@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmclip import metrics
 from mmclip.cli import run_guarded
-from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
+from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.scored_model import ScoredModel
 from mmclip.retrieval.ranking import rank_both
@@ -32,7 +32,7 @@ BATCH = 64  # images at once
 class Saved(nn.Module):
     """Towers whose features are looked up: a picture is its row, a caption's token its row."""
 
-    def __init__(self, saved: SavedEmbeddings) -> None:
+    def __init__(self, saved: Embeddings) -> None:
         super().__init__()
         self.image, self.text = saved.image, saved.text
 
@@ -44,7 +44,7 @@ def tokenize(rows: list[str]) -> Tensor:
     return torch.tensor([int(row) for row in rows])
 
 
-def theirs(saved: SavedEmbeddings, scoring: Normalization) -> dict[str, float]:
+def theirs(saved: Embeddings, scoring: Normalization) -> dict[str, float]:
     """clip-benchmark's numbers, by its names."""
     from clip_benchmark.metrics import zeroshot_retrieval
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
+from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.embeddings.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
 from mmclip.errors import UserError
 from mmclip.models.metadata import native_exponents
@@ -65,14 +65,14 @@ def main() -> int:
     return 1 if apart else 0
 
 
-def measure(faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: str, args: argparse.Namespace) -> int:
+def measure(faiss: Any, saved: Embeddings, direction: Direction, scoring: str, args: argparse.Namespace) -> int:
     """Print the rows of one scoring; how many queries are apart beyond rounding where none may be."""
     documents, prepare = index_vectors(saved, direction, scoring)
     query, document = direction.roles({"image": saved.image, "text": saved.text})
     pairs = saved.pairs if direction.query_side == "image" else saved.pairs.flip(1)
     k = min(args.k, len(documents))
     if scoring == "native":
-        vectors = query, document, native_exponents(saved.facts)
+        vectors = query, document, native_exponents(saved.metadata)
     else:
         vectors = prepare(query), documents, Normalization.DOT.exponents
     exact = rank(*vectors[:2], pairs, {scoring: vectors[2]}, top_k={scoring: k})[scoring]
@@ -94,7 +94,7 @@ def measure(faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: s
 
 
 def contestants(
-    faiss: Any, saved: SavedEmbeddings, direction: Direction, scoring: str, queries: Tensor, args: argparse.Namespace
+    faiss: Any, saved: Embeddings, direction: Direction, scoring: str, queries: Tensor, args: argparse.Namespace
 ) -> Iterator[tuple[str, bool, Search]]:
     """(name, whether it must be exact, search): queries are the inner product's; each makes of them what it needs."""
     documents, _ = index_vectors(saved, direction, scoring)
@@ -147,7 +147,7 @@ def apart(documents: Tensor, queries: Tensor, ids: Array, exact: Ranking) -> tup
     return len(rows), beyond
 
 
-def planted(images: int, dim: int) -> SavedEmbeddings:
+def planted(images: int, dim: int) -> Embeddings:
     """A model of asym-i2t/qnorm as the correction is meant for: captions are their image with noise, clearer ones are
     longer, and each image adds an offset of its own to all of its scores, which no loss of i2t can see."""
     generator = torch.Generator().manual_seed(0)
@@ -163,16 +163,15 @@ def planted(images: int, dim: int) -> SavedEmbeddings:
     first = images - images // 2
     kept = texts[first * CAPTIONS :]
     owner = kept // CAPTIONS
-    return SavedEmbeddings(
+    return Embeddings(
         image,
         text[kept],
-        [f"i{row}" for row in range(images)],
-        [f"t{row}" for row in kept.tolist()],
         torch.stack([owner, torch.arange(len(kept))], dim=1),
+        [f"i{row}" for row in range(images)],
         owner=owner.tolist(),
         evidence={"t2i": log_evidence(image, text[:half], native_exponents(facts), 10.0)},
         model="planted",
-        facts=facts,
+        metadata=facts,
         alpha={"i2t": 10.0},
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmclip import metrics
 from mmclip.config import AdviseConfig
+from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import json_text
 from mmclip.io import write_text_atomically
@@ -26,7 +27,6 @@ from mmclip.tasks.advise import MIN_QUERIES, decide, undecided
 from mmclip.tasks.advise_show import draw, show
 from mmclip.tasks.advise_trial import FIXED, Heads, Matched, Trial, answer, judged_units, run_trial, without_silent
 from mmclip.tasks.advise_vectors import Encoded, encode
-from mmclip.training.log import progress_bar
 
 JSON_FILE, PICTURE = "advise.json", "advise.png"
 NOT_COVERED = (

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,19 +13,16 @@ from mmclip import distributed
 from mmclip.commands.evaluate import make_runner
 from mmclip.config import EmbedConfig
 from mmclip.data.datasets import open_bank, open_evaluation
-from mmclip.data.image_text import ImageTextData
+from mmclip.data.image_text import ImageTextData, skipped_line
 from mmclip.embeddings.features import Source
-from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
+from mmclip.embeddings.files import Embeddings, save_embeddings
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.bank import draw_bank
-from mmclip.evaluation.eval_set import EvalData
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource, draw_bank
 from mmclip.io import require_space
 from mmclip.models.factory import ClipModel, load_clip
 from mmclip.models.metadata import native_exponents, trained_scales
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, log_evidence
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
-from mmclip.training.skipped import told
 
 
 def run(settings: EmbedConfig) -> None:
@@ -53,10 +49,11 @@ def run(settings: EmbedConfig) -> None:
     model.towers.to(device)
     runner = make_runner(settings, device)
     source = EvalSource.open(data, distractors, model, runner)
-    found = source.eval_data(model, runner)
-    if source.skipped:
-        print(told(source.skipped), file=sys.stderr)
-    saved = _saved(found, settings.model, model.metadata, {d.value: a for d, a in alpha.items()})
+    found = source.embed(model, runner)
+    if found.skipped:
+        print(skipped_line(found.skipped), file=sys.stderr)
+    scales = {d.value: a for d, a in alpha.items()}
+    saved = dataclasses.replace(found, model=settings.model, metadata=model.metadata, alpha=scales)
     if bank_data is not None:
         bank = draw_bank(
             Source(bank_data),
@@ -85,33 +82,8 @@ def _require_space(path: Path, sets: Sequence[ImageTextData], model: ClipModel) 
     require_space(path.parent, size, size, "a file of embeddings", "name another place with --output")
 
 
-def _saved(found: EvalData, name: str, facts: dict[str, Any], alpha: dict[str, float | None]) -> SavedEmbeddings:
-    """Texts are called KEY#0, KEY#1... by their image and their place among its captions that were encoded."""
-    assert found.owner is not None
-    count = [0] * len(found.image)
-    text_ids = []
-    for row in found.owner:
-        text_ids.append(f"{found.image_keys[row]}#{count[row]}")
-        count[row] += 1
-    return SavedEmbeddings(
-        found.image,
-        found.text,
-        found.image_keys,
-        text_ids,
-        found.pairs,
-        owner=found.owner,
-        captions=found.captions,
-        levels=found.levels,
-        n_objects=found.n_objects,
-        distractors=next(iter(found.distractors), None),  # without --distractors, the data's own set is all there is
-        model=name,
-        facts=facts,
-        alpha=alpha,
-    )
-
-
-def _with_evidence(saved: SavedEmbeddings, directions: Sequence[Direction], bank: Bank) -> SavedEmbeddings:
-    exponents = native_exponents(saved.facts)
+def _with_evidence(saved: Embeddings, directions: Sequence[Direction], bank: Bank) -> Embeddings:
+    exponents = native_exponents(saved.metadata)
     evidence: dict[str, Tensor] = {}
     for direction in directions:
         _, candidates = direction.roles({"image": saved.image, "text": saved.text})

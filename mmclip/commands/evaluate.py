@@ -16,9 +16,9 @@ from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import load_embeddings
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.bank import draw_bank, saved_bank
 from mmclip.evaluation.comparison import verdicts
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets, saved_bank
+from mmclip.evaluation.evaluate import evaluate, evaluate_model, ranking_bars
 from mmclip.evaluation.results import Results, save_results
 from mmclip.evaluation.runs import load_run, load_runs
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes
@@ -29,8 +29,8 @@ from mmclip.output_paths import default_output, flat, output_folder
 from mmclip.reporting.diagnostics_table import print_diagnostics
 from mmclip.reporting.tables import print_comparison, print_run
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side
-from mmclip.similarity import Direction
-from mmclip.training.finish import evaluate_source, evaluate_with_bar, print_report, print_zero_shot
+from mmclip.similarity import CLIP_DIRECTIONS, Direction
+from mmclip.training.finish import print_report, print_zero_shot
 
 
 def run(settings: EvaluateConfig) -> None:
@@ -93,7 +93,7 @@ def _evaluate(settings: EvaluateConfig) -> tuple[str, Results]:
     if bank_data is not None:
         sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
         bank = draw_bank(Source(bank_data), sides, settings.bank_size, model, runner, settings.seed, data)
-    results = evaluate_source(
+    results = evaluate_model(
         source,
         model,
         runner,
@@ -113,15 +113,15 @@ def _evaluate(settings: EvaluateConfig) -> tuple[str, Results]:
 
 def _evaluate_embeddings(settings: EvaluateConfig, file: str) -> tuple[str, Results]:
     saved = load_embeddings(file)
-    data = saved.eval_data()
-    scales = trained_scales(saved.facts) | {
+    sets = image_text_sets(saved, {"path": file, "split": None})
+    scales = trained_scales(saved.metadata) | {
         Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None
     }
     bank = None
     if settings.bank is None and saved.evidence:
         evidence = {Direction(d): x for d, x in saved.evidence.items()}
-        bank = Bank(str(saved.bank.get("name", "not told")), evidence=evidence, sizes=saved.counts_of_bank("size"))
-        bank.overlap = saved.counts_of_bank("overlap")
+        bank = Bank(str(saved.bank.get("name", "not told")), evidence=evidence, sizes=saved.bank_counts("size"))
+        bank.overlap = saved.bank_counts("overlap")
     elif settings.bank is not None:
         sides = sorted(bank_side(d.opposite) for d in scales)
         bank = (
@@ -131,20 +131,12 @@ def _evaluate_embeddings(settings: EvaluateConfig, file: str) -> tuple[str, Resu
         )
     name = Path(file).stem
     where = output_folder(settings.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
-    print(f"evaluating {len(data.image):,} images and {len(data.text):,} texts of {printable(file)}", file=sys.stderr)
-    results = evaluate_with_bar(
-        data,
-        native_exponents(saved.facts),
-        {
-            "model": saved.model or name,
-            "data": {"path": file, "split": None},
-            "trained_with": dict(saved.facts),
-            "versions": metadata.versions(),
-        },
-        scales=scales,
-        bank=bank,
-        **_how(settings),
-    )
+    print(f"evaluating {len(saved.image):,} images and {len(saved.text):,} texts of {printable(file)}", file=sys.stderr)
+    about = {"model": saved.model or name, "trained_with": dict(saved.metadata), "versions": metadata.versions()}
+    native = native_exponents(saved.metadata)
+    with ranking_bars() as progress:
+        results = evaluate(sets, native, CLIP_DIRECTIONS, scales=scales, bank=bank, metadata=about,
+                           progress=progress, **_how(settings))  # fmt: skip
     return name, _report(settings, results, name, where)
 
 

@@ -14,10 +14,11 @@ from mmclip.config import TextEvaluateConfig
 from mmclip.data.beir import TextCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import compare, verdicts
+from mmclip.evaluation.eval_set import text_set
+from mmclip.evaluation.evaluate import evaluate, list_scores, ranking_bars
 from mmclip.evaluation.results import NATIVE, Results, load_results, save_results
 from mmclip.evaluation.runs import run_names, told_of
 from mmclip.evaluation.significance import against_first
-from mmclip.evaluation.text_evaluation import evaluate_text, native_scoring
 from mmclip.evaluation.trec import (
     QRELS_FILE,
     RUN_ENDING,
@@ -30,12 +31,12 @@ from mmclip.evaluation.trec import (
     write_run,
 )
 from mmclip.models.metadata import versions
-from mmclip.models.text_encoder import TextEncoder, encoding, open_text_model
+from mmclip.models.text_encoder import TextEncoder, encoding, native_scoring, open_text_model
 from mmclip.output_paths import default_output, output_folder
 from mmclip.reporting.diagnostics_table import print_diagnostics
 from mmclip.reporting.table_parts import make_console
 from mmclip.reporting.text_tables import COLUMNS, MAIN, files_table, print_text_comparison, print_text_run
-from mmclip.training.log import progress_bar
+from mmclip.similarity import Direction, Normalization
 
 Json = dict[str, Any]
 
@@ -92,32 +93,34 @@ def _evaluate(settings: TextEvaluateConfig, asked: str, collection: TextCollecti
         model.encode(texts, role, settings.encode_batch_size)
         for role, texts in (("query", collection.queries), ("document", collection.documents))
     )
-    with progress_bar() as bar:
-        task = bar.add_task("ranking", total=None, note="")
-        done = evaluate_text(
-            collection,
-            query,
-            document,
+    data = text_set(collection, query, document)
+    with ranking_bars() as progress:
+        results = evaluate(
+            [data],
             native,
-            _about(settings, asked, model),
-            alpha=alpha,
+            [Direction.Q2D],
+            scales={Direction.Q2D: alpha},
+            metrics=metrics.TEXT_RATES,
             fisher=settings.fisher,
             depth=settings.run_depth,
             seed=settings.seed,
+            metadata=_about(settings, asked, model),
             block_bytes=settings.block_bytes,
-            progress=lambda scored, total: bar.update(task, completed=scored, total=total),
+            progress=progress,
         )
     if settings.run_depth:
         (where / RUNS).mkdir(exist_ok=True)
-        for scoring, ranked in done.runs.items():
+        for scoring, ranking in results.lists.items():
             path = where / RUNS / f"{scoring}{RUN_ENDING}"
-            write_run(path, collection, ranked, f"mmclip.{scoring}", settings.run_depth)
+            exponents = native if scoring == NATIVE else Normalization(scoring).exponents
+            scores = list_scores(data, Direction.Q2D, ranking, exponents)
+            write_run(path, collection, ranking, scores, f"mmclip.{scoring}", settings.run_depth)
         write_qrels(where / QRELS_FILE, collection)
-    print_text_run(done.results, name)
+    print_text_run(results, name)
     if settings.fisher:
-        print_diagnostics(done.results, name)
-    print(f"results: {printable(save_results(done.results, where))}")
-    return name, done.results
+        print_diagnostics(results, name)
+    print(f"results: {printable(save_results(results, where))}")
+    return name, results
 
 
 def _about(settings: TextEvaluateConfig, asked: str, model: TextEncoder) -> Json:

@@ -21,10 +21,9 @@ from mmclip.config.text import SCORINGS
 from mmclip.data.beir import QUERIES, TextCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE, json_text
-from mmclip.evaluation.text_evaluation import native_scoring
 from mmclip.io import lock_folder, write_text_atomically
 from mmclip.models import metadata
-from mmclip.models.text_encoder import open_text_model, text_precision
+from mmclip.models.text_encoder import native_scoring, open_text_model, text_precision
 from mmclip.reporting.formats import NONE, delta, rate
 from mmclip.reporting.table_parts import column, gap, make_console, new_table, row
 from mmclip.retrieval import Qrels, rank

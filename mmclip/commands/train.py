@@ -14,13 +14,13 @@ from mmclip import distributed
 from mmclip.config import TrainConfig
 from mmclip.config.model_config import export_folder
 from mmclip.data.datasets import open_training
-from mmclip.data.image_text import ImageTextData
+from mmclip.data.image_text import ImageTextData, by_key, skipped_line
 from mmclip.data.loading import steps_per_epoch
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.errors import printable
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource
 from mmclip.evaluation.runs import load_runs
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes
 from mmclip.io import lock_folder, remove_partials, require_run_folder, write_text_atomically
@@ -32,7 +32,7 @@ from mmclip.training import profiler as step_timing
 from mmclip.training import resume
 from mmclip.training.finish import finish
 from mmclip.training.optimizer import steps_in_all
-from mmclip.training.skipped import Skipped, by_key, told
+from mmclip.training.skipped import Skipped
 from mmclip.training.start import measure_start
 from mmclip.training.step import seed_of
 from mmclip.training.trainer import Trainer
@@ -140,7 +140,7 @@ def _benchmark(trainer: Trainer, steps: int) -> None:
     if trainer.rank == 0 and found:
         step_timing.show(found, trainer, steps)
     if trainer.rank == 0 and trainer.skipped.why:
-        print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
+        print(f"training data: {skipped_line(trainer.skipped.why)}", file=sys.stderr)
     if signum:
         if trainer.rank == 0:
             done = f"with {found.steps}" if found else "before any"
@@ -166,7 +166,7 @@ def _introduce(trainer: Trainer) -> None:
     if data.permuted:
         print("warning: the pairs are permuted (--permute-pairs): nothing true can be learned", file=sys.stderr)
     if trainer.skipped.why:
-        print(told(trainer.skipped.why), file=sys.stderr)
+        print(skipped_line(trainer.skipped.why), file=sys.stderr)
     if trainer.step:
         print(f"continuing after step {trainer.step}", file=sys.stderr)
     elif settings.resume:

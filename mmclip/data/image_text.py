@@ -13,7 +13,7 @@ import io
 import json
 import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,6 +55,25 @@ def named(key: str, why: str, key_limit: int = 60, why_limit: int = 160) -> str:
     """
     again = f"/{key}: " in f"/{why}"
     return printable(why, why_limit) if again else f"{printable(key, key_limit)} in {printable(why, why_limit)}"
+
+
+def skipped_line(skipped: Mapping[str, str]) -> str:
+    """'3 samples cannot be used: …', naming the first five."""
+    first = "; ".join(named(k, why) for k, why in list(skipped.items())[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    samples = "1 sample" if len(skipped) == 1 else f"{len(skipped)} samples"
+    return f"{samples} cannot be used: {first}{more}"
+
+
+def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
+    """Each sample's file and reason by its key; a key that comes again gets a number, so that all are counted."""
+    found: dict[str, str] = {}
+    for sample in samples:
+        key, n = sample.key, 2
+        while key in found:
+            key, n = f"{sample.key} ({n})", n + 1
+        found[key] = sample.why
+    return found
 
 
 @dataclass(frozen=True)

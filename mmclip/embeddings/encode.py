@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmclip.console import progress_bar
 from mmclip.data.image_text import ImageTextData, named
 from mmclip.data.reading import iterate_images, iterate_texts
 from mmclip.errors import UserError, printable
 from mmclip.models.factory import ClipModel
-from mmclip.training.log import progress_bar
 
 Encode = Callable[[Tensor], Tensor]  # a batch on the device -> [B, W]
 
@@ -106,18 +106,3 @@ def encode_image(model: ClipModel) -> Encode:
 def encode_text(model: ClipModel) -> Encode:
     """Raw text features of a model, token ids in."""
     return lambda tokens: model.towers(text=tokens)[1]
-
-
-@dataclass
-class Embeddings:
-    """Raw vectors of a data set: image [N, D], text [M, D], and for every text the row of its image.
-
-    skipped: why each image that could not be read is missing, by its key; its captions are missing with it.
-    """
-
-    image: Tensor
-    text: Tensor
-    owner: list[int]
-    image_keys: list[str]
-    captions: list[str]
-    skipped: dict[str, str] = field(default_factory=dict)

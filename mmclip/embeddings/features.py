@@ -13,13 +13,13 @@ from torch import Tensor
 from mmclip import distributed
 from mmclip.config import TrainConfig
 from mmclip.config.clip import parse_aug_cfg
-from mmclip.data.image_text import ImageTextData
+from mmclip.data.image_text import ImageTextData, by_key
 from mmclip.data.loading import Batch, TrainBatches
-from mmclip.embeddings.encode import Embeddings, Runner, encode_image, encode_text
+from mmclip.embeddings.encode import Runner, encode_image, encode_text
+from mmclip.embeddings.files import Embeddings
 from mmclip.embeddings.trunk_cache import cached_trunk
 from mmclip.models.factory import ClipModel
 from mmclip.models.towers import as_bytes
-from mmclip.training.skipped import by_key
 
 
 @dataclasses.dataclass
@@ -114,21 +114,26 @@ class Source:
         return runner.texts(encode_text(model), captions, model.tokens, label=f"{label}: captions"), {}
 
     def embed(self, model: ClipModel, runner: Runner, label: str) -> Embeddings:
-        """Raw vectors of every image and caption; an image that cannot be read goes with its captions."""
-        captions = [c for image in self.data.captions for c in image]
-        owner = [row for row, image in enumerate(self.data.captions) for _ in image]
+        """Raw embeddings of every image and caption; an image that cannot be read goes with its captions."""
         image, bad = self.vectors("image", model, runner, label)
         text, _ = self.vectors("text", model, runner, label)
         kept = [row for row in range(len(self.data)) if row not in bad]
-        new_row = {row: i for i, row in enumerate(kept)}
-        kept_texts = [i for i, row in enumerate(owner) if row in new_row]
+        data = self.data.subset(kept)
+        owner = [row for row, texts in enumerate(data.captions) for _ in texts]
+        rows = [row for row, texts in enumerate(self.data.captions) for _ in texts]
+        truth = data.truth
         return Embeddings(
             image[kept],
-            text[kept_texts],
-            [new_row[owner[i]] for i in kept_texts],
-            [self.data.keys[row] for row in kept],
-            [captions[i] for i in kept_texts],
-            self.skipped | {self.data.keys[row]: why for row, why in bad.items()},
+            text[[i for i, row in enumerate(rows) if row not in bad]],
+            _relevant_pairs(data, owner),
+            data.keys,
+            captions=[c for texts in data.captions for c in texts],
+            levels=None if truth is None else [c.level for t in truth for c in t.captions],
+            n_objects=None
+            if truth is None or any(t.n_objects is None for t in truth)
+            else [int(t.n_objects or 0) for t in truth],
+            owner=owner,
+            skipped=self.skipped | {self.data.keys[row]: why for row, why in bad.items()},
         )
 
     @torch.no_grad()
@@ -136,3 +141,14 @@ class Source:
         with runner.autocast():
             parts = [model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in inputs.split(4096)]
         return torch.cat(parts)
+
+
+def _relevant_pairs(data: ImageTextData, owner: Sequence[int]) -> Tensor:
+    """[P, 2] (image row, text row): the truth's where the data state one, else a caption's own image."""
+    if data.truth is None:
+        return torch.tensor([[image, text] for text, image in enumerate(owner)])
+    row_of = {key: row for row, key in enumerate(data.keys)}
+    relevant = [(c.relevant, key) for key, t in zip(data.keys, data.truth, strict=True) for c in t.captions]
+    pairs = [[row_of[k], text] for text, (keys, own) in enumerate(relevant)
+             for k in ([own] if keys is None else keys) if k in row_of]  # fmt: skip
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)

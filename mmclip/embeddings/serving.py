@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.embeddings.files import SavedEmbeddings
+from mmclip.embeddings.files import Embeddings
 from mmclip.errors import UserError, printable
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.hubness import corrected_candidates, corrected_queries, reversed_exponents
@@ -58,7 +58,7 @@ class EngineCheck(NamedTuple):
 
 
 def index_vectors(
-    saved: SavedEmbeddings, direction: Direction | str, scoring: str = "native", zero_point: float | None = None
+    saved: Embeddings, direction: Direction | str, scoring: str = "native", zero_point: float | None = None
 ) -> tuple[Tensor, Prepare]:
     """(documents [N, D'] float32 for an inner-product index, what makes queries of raw vectors [Q, D]).
 
@@ -74,7 +74,7 @@ def index_vectors(
     if scoring not in SCORINGS:
         raise UserError(f"scoring {printable(scoring, 60)!r}: expected one of {', '.join(SCORINGS)}")
     _, document = direction.roles({"image": saved.image, "text": saved.text})
-    native = native_exponents(saved.facts)
+    native = native_exponents(saved.metadata)
     if scoring == "corrected":
         alpha = saved.alpha[direction.opposite.value]
         if direction.value not in saved.evidence or alpha is None:

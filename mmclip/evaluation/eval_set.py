@@ -1,17 +1,16 @@
-"""What is evaluated: raw embeddings with their relevance, and the pools of candidates cut from them.
+"""Evaluation sets: raw embeddings of two sides with their relevance, one candidate pool each, and the query bank.
 
-A pool is a set of candidates with its own queries. ``retrieval`` is the main one: every image and every caption, no
-distractor. Beside it stand ``full`` (only captions of level "full", where levels are known and differ) and one pool for
-each set of distractors (everything, plus candidates that match nothing), each with its own numbers: they are not
-comparable across pools.
+Images and texts make several sets that share queries but not candidates, so that their numbers do not compare:
+``retrieval``, every image and caption; ``full``, only captions of level "full", where levels differ; and one for each
+set of distractors, with candidates that are relevant to nothing. Queries and documents make one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,234 +18,69 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mmclip.data.beir import TextCollection
+from mmclip.data.distractors import KINDS, TWINS, Corrupted, captions
+from mmclip.data.image_text import ImageTextData
+from mmclip.embeddings.encode import Runner, encode_image, encode_text
+from mmclip.embeddings.features import Source
+from mmclip.embeddings.files import Distractors, Embeddings, check_vectors, load_embeddings
 from mmclip.errors import UserError, printable
-from mmclip.retrieval.qrels import Qrels
-from mmclip.retrieval.sides import lengths
+from mmclip.models.factory import ClipModel
+from mmclip.models.towers import as_bytes
+from mmclip.retrieval import Qrels
+from mmclip.retrieval.hubness import Bank
+from mmclip.roles import Direction
 
 Array = NDArray[Any]
 FULL = "full"
 MAIN_POOL = "retrieval"
-LONGEST = 1e18  # the product of two such lengths is within float32's range, and no encoder comes near
+UNITS = ("words", "characters")
 
 
 @dataclass
-class Distractors:
-    """Candidates that match nothing and never ask: image [N2, D], text [M2, D], either None; captions [M2] where known.
+class EvalSet:
+    """Raw embeddings by side with relevance; one candidate pool.
 
-    name: the pool's. mark: whatever else tells these items from others of the name. owner: side -> image row of every
-    item, those of one row being drawn together in a bootstrap: a distractor image's captions, or, for ``twins``, an
-    image of the main pool with what was made out of it. A side that is left out: each item by itself.
+    Attributes:
+        name: Of the candidate pool; ``MAIN_POOL`` for the main one.
+        embeddings: side -> [N, D], never normalized; the two sides in the order of ``qrels``.
+        qrels: Relevance of rows of the second side to rows of the first.
+        clusters: side -> [N] numbers; rows with one number (an image and its captions) are resampled together.
+        attributes: side -> name -> [N] whole numbers (-1 unknown) or strings ("" unknown). ``UNITS`` are text lengths
+            that diagnostics regress out; all others (n_words, n_objects, level) form groups.
+        excluded: [X, 2] (row, row) of documents that are not ranked for a query; None: none.
+        items: What the rows are, to show them: items.json.
+        data: Origin and further counts, copied to "data" of results.json.
+        fingerprint: Equal where results can be compared query by query; "" where the main set's says it.
     """
 
     name: str
-    image: Tensor | None = None
-    text: Tensor | None = None
-    captions: list[str] | None = None
-    mark: str = ""
-    owner: dict[str, list[int]] = field(default_factory=dict)
-    twins: bool = False
-
-    def __post_init__(self) -> None:
-        self.image, self.text = (x if x is not None and len(x) else None for x in (self.image, self.text))
-
-    def sides(self) -> dict[str, Tensor]:
-        return {side: x for side, x in (("image", self.image), ("text", self.text)) if x is not None}
-
-    def fingerprint(self) -> str:
-        """16 hex digits of name, mark, counts and captions."""
-        counts = {side: len(x) for side, x in self.sides().items()}
-        content = json.dumps([self.name, self.mark, counts, self.captions])
-        return hashlib.sha256(content.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-
-
-def _check_owner(distractors: Distractors, n_images: int) -> None:
-    """A mistake of whoever made them; the numbers would be silently wrong."""
-    images = distractors.sides().get("image")
-    limit = n_images if distractors.twins or images is None else len(images)
-    for side, rows in distractors.owner.items():
-        x = distractors.sides().get(side)
-        if x is None or len(rows) != len(x) or not all(0 <= r < limit for r in rows):
-            raise UserError(
-                f"{printable(distractors.name, 60)} {side}: owner has {len(rows)} rows, from {min(rows, default=0)} to "
-                f"{max(rows, default=0)}; one from 0 to {limit - 1} for each item is needed"
-            )
-
-
-@dataclass
-class EvalData:
-    """Raw embeddings of an evaluation set; N images, M texts, P relevant pairs.
-
-    image [N, D], text [M, D]    raw features, never normalized
-    pairs [P, 2]                 int64 (image row, text row), relevance of both directions
-    image_keys, captions         N and M strings
-    levels                       M strings (full, partial, vague...) or None
-    n_objects                    N counts or None
-    owner                        M image rows: whose caption a text is, used to resample an image's captions together;
-                                 None: the image of the text's first pair; -1: nobody's
-    distractors                  sets of candidates that are never queries
-    gains [P]                    how relevant each pair is, above 0; None: all alike
-
-    Errors: UserError, one line, for shapes or lengths that disagree, rows outside, no pair, and values not finite.
-    """
-
-    image: Tensor
-    text: Tensor
-    pairs: Tensor
-    image_keys: list[str]
-    captions: list[str]
-    levels: list[str] | None = None
-    n_objects: list[int] | None = None
-    owner: list[int] | None = None
-    distractors: list[Distractors] = field(default_factory=list)
-    gains: Array | None = None
-
-    def __post_init__(self) -> None:
-        self.distractors = [d for d in self.distractors if d.sides()]
-        names = [d.name for d in self.distractors]
-        for d in self.distractors:
-            _check_owner(d, len(self.image))
-        taken = {n for n in names if names.count(n) > 1} | ({MAIN_POOL, FULL} & set(names))
-        if taken:
-            raise UserError(f"distractors called {printable(sorted(taken)[0], 60)!r} twice, or like another pool")
-        dim = self.image.shape[-1] if self.image.ndim else 0
-        named = {"image": self.image, "text": self.text}
-        named |= {f"{printable(d.name, 60)} {side}": x for d in self.distractors for side, x in d.sides().items()}
-        for side, x in named.items():
-            if x.ndim != 2 or len(x) == 0 or x.shape[1] != dim:
-                raise UserError(
-                    f"{side} embeddings of shape {list(x.shape)}: at least one row is needed, and one dimension for "
-                    f"all (the images' is {dim})"
-                )
-            if not dim:
-                raise UserError(f"{side} embeddings of shape {list(x.shape)}: vectors of no dimension")
-            longest = float(lengths(x, side).max())  # checks that every value is finite
-            if longest > LONGEST:
-                raise UserError(
-                    f"{side} embeddings: a length of {longest:.3g}; above {LONGEST:.0e} products overflow in float32: "
-                    "divide all embeddings by one constant"
-                )
-        for name, values, n in (
-            ("image_keys", self.image_keys, len(self.image)),
-            ("captions", self.captions, len(self.text)),
-            ("levels", self.levels, len(self.text)),
-            ("n_objects", self.n_objects, len(self.image)),
-            ("owner", self.owner, len(self.text)),
-        ):
-            if values is not None and len(values) != n:
-                raise UserError(f"{name} has {len(values)} entries; {n} embeddings need {n}")
-        # Also checks the pairs and gains: rows that exist, and at least one.
-        self.pairs = torch.as_tensor(self.pairs, dtype=torch.int64).cpu()
-        Qrels(self.pairs, self.gains).check(len(self.image), len(self.text))
-        if self.owner is not None:
-            outside = [o for o in self.owner if not -1 <= o < len(self.image)]
-            if outside:
-                raise UserError(f"owner names image row {outside[0]}; valid rows are -1 to {len(self.image) - 1}")
-
-    def owners(self) -> Array:
-        """[M]: the image row of every text, -1 for nobody's."""
-        owner = np.full(len(self.text), -1)
-        if self.owner is not None:
-            owner[:] = self.owner
-        else:
-            every = self.pairs.numpy()
-            owner[every[::-1, 1]] = every[::-1, 0]  # written last to first, so that the first pair stays
-        return owner
-
-    def fingerprint(self) -> str:
-        """16 hex digits of keys, captions, levels and pairs: equal when runs can be paired."""
-        digest = hashlib.sha256()
-        digest.update(json.dumps([self.image_keys, self.captions, self.levels]).encode())
-        digest.update(np.unique(self.pairs.numpy(), axis=0).astype("<i8").tobytes())
-        if self.gains is not None:
-            digest.update(np.asarray(self.gains, dtype="<f8").tobytes())
-        return digest.hexdigest()[:16]
-
-
-@dataclass
-class Pool:
-    """One pool: raw vectors by side, pairs by pool rows with their gains, and what is known of each row.
-
-    clusters: side -> [n] numbers; rows with one number (an image and its captions) are resampled together.
-    whole: side -> {attribute: [n] whole numbers, -1 unknown}; named: side -> {attribute: [n] str, "" unknown}
-    text_length: unit -> [n texts], -1 unknown, as :func:`text_lengths` has it
-    fingerprint: of its distractors, None for a pool without
-    """
-
-    name: str
-    vectors: dict[str, Tensor]
-    pairs: Array
-    gains: Array | None
+    embeddings: dict[str, Tensor]
+    qrels: Qrels
     clusters: dict[str, Array]
-    whole: dict[str, dict[str, Array]] = field(default_factory=dict)
-    named: dict[str, dict[str, Array]] = field(default_factory=dict)
-    text_length: dict[str, Array] = field(default_factory=dict)
-    fingerprint: str | None = None
+    attributes: dict[str, dict[str, Array]]
+    excluded: Array | None = None
+    items: dict[str, list[Any]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        check_vectors(self.embeddings)
+        self.qrels.check(*map(len, self.embeddings.values()))
+        for side, x in self.embeddings.items():
+            for name, values in {"clusters": self.clusters[side], **self.attributes.get(side, {})}.items():
+                if len(values) != len(x):
+                    raise UserError(f"{side} {name}: {len(values)} values for {len(x)} embeddings")
+
+    def relevance(self, direction: Direction) -> Qrels:
+        """``qrels`` with ``direction``'s queries first."""
+        return self.qrels if direction.query_side == next(iter(self.embeddings)) else self.qrels.transposed()
 
 
-def make_pools(data: EvalData) -> list[Pool]:
-    """The main pool, then those of the others that ``data`` has."""
-    m = len(data.text)
-    pairs = data.pairs.numpy()
-    main = _pool(data, MAIN_POOL, np.arange(m), pairs, data.gains)
-    pools = [main]
-    levels = np.array(data.levels or [], dtype=object)
-    full = np.flatnonzero(levels == FULL)
-    if 0 < len(full) < m:
-        place = np.full(m, -1)
-        place[full] = np.arange(len(full))
-        kept = np.column_stack([pairs[:, 0], place[pairs[:, 1]]])
-        among = kept[:, 1] >= 0
-        if among.any():
-            gains = None if data.gains is None else np.asarray(data.gains)[among]
-            pools.append(_pool(data, FULL, full, kept[among], gains))
-    return pools + [_with_distractors(data, pairs, d) for d in data.distractors]
+def text_sizes(texts: Sequence[str]) -> dict[str, Array]:
+    """Count the words, separated by white space, and the characters of texts: ``UNITS``.
 
-
-def _with_distractors(data: EvalData, pairs: Array, distractors: Distractors) -> Pool:
-    m = len(data.text)
-    pool = _pool(data, distractors.name, np.arange(m), pairs, data.gains)
-    pool.fingerprint = distractors.fingerprint()
-    first = len(data.image) + m  # the first number that no image or text of the main pool has
-    for i, (side, x) in enumerate(distractors.sides().items()):
-        pool.vectors[side] = torch.cat([pool.vectors[side], x.to(pool.vectors[side])])
-        if side in distractors.owner:
-            new = np.asarray(distractors.owner[side], dtype=np.int64) + (0 if distractors.twins else first)
-        else:
-            new = np.arange(len(x)) + first + i * max(len(y) for y in distractors.sides().values())
-        pool.clusters[side] = np.concatenate([pool.clusters[side], new])
-        pool.whole[side] = {k: np.append(v, np.full(len(x), -1)) for k, v in pool.whole[side].items()}
-        pool.named[side] = {k: np.append(v, [""] * len(x)) for k, v in pool.named[side].items()}
-        if side == "text":
-            known = text_lengths(distractors.captions) if distractors.captions is not None else {}
-            unknown = np.full(len(x), -1)
-            pool.text_length = {k: np.append(v, known.get(k, unknown)) for k, v in pool.text_length.items()}
-    return pool
-
-
-def _pool(data: EvalData, name: str, texts: Array, pairs: Array, gains: Array | None) -> Pool:
-    """All images with the text rows ``texts``; pairs in the pool's rows. Cluster numbers: images 0..N-1, texts that
-    belong to nobody N + their row."""
-    n = len(data.image)
-    owner = data.owners()
-    text_clusters = np.where(owner >= 0, owner, n + np.arange(len(owner)))[texts]
-    lengths_of_text = {unit: n[texts] for unit, n in text_lengths(data.captions).items()}
-    counts = _optional(data.n_objects)
-    return Pool(
-        name=name,
-        vectors={"image": data.image, "text": data.text[torch.as_tensor(texts)]},
-        pairs=pairs,
-        gains=gains,
-        clusters={"image": np.arange(n), "text": text_clusters},
-        whole={"image": {} if counts is None else {"n_objects": counts}, "text": {"n_words": lengths_of_text["words"]}},
-        named={"image": {}, "text": {} if data.levels is None else {"level": np.array(data.levels, object)[texts]}},
-        text_length=lengths_of_text,
-    )
-
-
-def text_lengths(texts: Sequence[str]) -> dict[str, Array]:
-    """{"words": [n], "characters": [n]} of texts; words are separated by white space.
-
-    >>> text_lengths(["a dog", ""])
+    >>> text_sizes(["a dog", ""])
     {'words': array([2, 0]), 'characters': array([5, 0])}
     """
     return {
@@ -255,5 +89,233 @@ def text_lengths(texts: Sequence[str]) -> dict[str, Array]:
     }
 
 
-def _optional(values: Sequence[int] | None) -> Array | None:
-    return None if values is None else np.asarray(values, dtype=np.int64)
+def text_set(collection: TextCollection, query: Tensor, document: Tensor) -> EvalSet:
+    """A collection with its raw embeddings, query [Q, D] and document [N, D]; every row is resampled by itself.
+
+    Raises:
+        UserError: For embeddings that do not fit, and for an excluded document that is relevant to its query.
+    """
+    embeddings, texts = {"query": query, "document": document}, {"query": collection.queries}
+    texts["document"] = collection.documents
+    for side, x in embeddings.items():
+        if x.ndim != 2 or len(x) != len(texts[side]):
+            raise UserError(
+                f"{side} embeddings of shape {list(x.shape)}: {len(texts[side])} rows, one a {side}, are needed"
+            )
+    sizes = {side: text_sizes(values) for side, values in texts.items()}
+    excluded = [(query, document) for query, rows in collection.excluded.items() for document in rows]
+    for q, d in sorted(set(excluded) & set(map(tuple, collection.pairs.tolist()))):
+        raise UserError(
+            f"{printable(collection.path)}: query {printable(collection.query_ids[q], 60)!r} excludes document "
+            f"{printable(collection.document_ids[d], 60)!r}, which is judged relevant to it"
+        )
+    qrels = Qrels(collection.pairs, collection.gains)
+    return EvalSet(
+        MAIN_POOL,
+        embeddings,
+        qrels,
+        clusters={side: np.arange(len(x)) for side, x in embeddings.items()},
+        attributes={side: {"n_words": units["words"], **units} for side, units in sizes.items()},
+        excluded=np.array(excluded, dtype=np.int64) if excluded else None,
+        items={
+            "query_ids": list(collection.query_ids),
+            "queries": list(collection.queries),
+            "document_ids": list(collection.document_ids),
+            "titles": list(collection.titles),
+        },
+        data={
+            "path": collection.path,
+            "split": collection.split,
+            "n_empty": len(collection.empty),
+            "n_pairs": len(qrels),
+            "notes": list(collection.notes),
+        },
+        fingerprint=collection.fingerprint(),
+    )
+
+
+def image_text_sets(x: Embeddings, data: Mapping[str, Any] | None = None) -> list[EvalSet]:
+    """The main set, then ``full`` and one for each set of distractors; ``data`` as in :class:`EvalSet`."""
+    names = [MAIN_POOL, FULL, *(d.name for d in x.distractors)]
+    if len(set(names)) < len(names):
+        twice = next(n for i, n in enumerate(names) if n in names[:i])
+        raise UserError(f"distractors called {printable(twice, 60)!r} twice, or like another pool")
+    pairs, texts = x.pairs.numpy(), np.arange(len(x.text))
+    main = _image_text_set(x, MAIN_POOL, texts, pairs, x.gains)
+    main.items = {"image_keys": list(x.image_ids), "captions": list(x.texts), "owner": x.owners().tolist()}
+    main.data, main.fingerprint = dict(data or {}), x.fingerprint()
+    sets = [main]
+    full = np.flatnonzero(np.array(x.levels or [], dtype=object) == FULL)
+    row_in_full = np.full(len(texts), -1)
+    row_in_full[full] = np.arange(len(full))
+    kept = row_in_full[pairs[:, 1]] >= 0
+    if len(full) < len(texts) and kept.any():
+        among = np.column_stack([pairs[kept, 0], row_in_full[pairs[kept, 1]]])
+        sets.append(_image_text_set(x, FULL, full, among, None if x.gains is None else np.asarray(x.gains)[kept]))
+    return sets + [_with_distractors(x, main, d) for d in x.distractors]
+
+
+def _image_text_set(x: Embeddings, name: str, texts: Array, pairs: Array, gains: Array | None) -> EvalSet:
+    """All images with the text rows ``texts``; ``pairs`` in the rows of the set."""
+    n, owner = len(x.image), x.owners()
+    sizes = text_sizes([x.texts[row] for row in texts])
+    attributes: dict[str, dict[str, Array]] = {"image": {}, "text": {"n_words": sizes["words"], **sizes}}
+    if x.n_objects is not None:
+        attributes["image"]["n_objects"] = np.asarray(x.n_objects, dtype=np.int64)
+    if x.levels is not None:
+        attributes["text"]["level"] = np.array(x.levels, dtype=object)[texts]
+    clusters = np.where(owner >= 0, owner, n + np.arange(len(owner)))  # a text without an image is its own
+    return EvalSet(
+        name,
+        {"image": x.image, "text": x.text[torch.as_tensor(texts)]},
+        Qrels(pairs, gains),
+        {"image": np.arange(n), "text": clusters[texts]},
+        attributes,
+    )
+
+
+def _with_distractors(x: Embeddings, main: EvalSet, distractors: Distractors) -> EvalSet:
+    """The main set with more candidates: the same queries and relevance."""
+    embeddings, clusters = dict(main.embeddings), dict(main.clusters)
+    attributes = {side: dict(values) for side, values in main.attributes.items()}
+    first, sides = len(x.image) + len(x.text), distractors.sides()  # first: a number that no cluster has yet
+    for i, (side, more) in enumerate(sides.items()):
+        if side in distractors.owner:
+            new = np.asarray(distractors.owner[side], dtype=np.int64) + (0 if distractors.twins else first)
+        else:
+            new = np.arange(len(more)) + first + i * max(map(len, sides.values()))
+        clusters[side] = np.concatenate([clusters[side], new])
+        embeddings[side] = torch.cat([embeddings[side], more.to(embeddings[side])])
+        sizes = text_sizes(distractors.captions) if side == "text" and distractors.captions is not None else {}
+        for name, values in attributes[side].items():
+            unknown = np.full(len(more), "" if values.dtype == object else -1, dtype=values.dtype)
+            attributes[side][name] = np.concatenate([values, sizes.get(name, unknown)])
+    return EvalSet(
+        distractors.name, embeddings, main.qrels, clusters, attributes, fingerprint=distractors.fingerprint()
+    )
+
+
+@dataclass
+class EvalSource:
+    """Image-text data that a model is evaluated on.
+
+    Attributes:
+        main: Queries and candidates.
+        distractors: name -> data whose images and captions are candidates only.
+        kinds: Built-in distractors, made out of the main data (mmclip.data.distractors).
+    """
+
+    main: Source
+    distractors: dict[str, Source] = field(default_factory=dict)
+    kinds: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls,
+        data: ImageTextData,
+        distractors: Mapping[str, ImageTextData],
+        model: ClipModel,
+        runner: Runner,
+        cache_dir: Path | None = None,
+        kinds: Sequence[str] = (),
+    ) -> EvalSource:
+        def source(content: ImageTextData, label: str) -> Source:
+            return Source.open(content, model, runner, cache_dir, label)
+
+        return cls(source(data, "evaluation"), {name: source(d, name) for name, d in distractors.items()}, list(kinds))
+
+    def embed(self, model: ClipModel, runner: Runner, with_distractors: bool = True, seed: int = 0) -> Embeddings:
+        """Encode everything once; ``seed``: of the built-in distractors."""
+        found = self.main.embed(model, runner, "evaluation")
+        distractors = []
+        for name, source in self.distractors.items() if with_distractors else ():
+            extra = source.embed(model, runner, name)
+            owner = {"image": list(range(len(extra.image))), "text": extra.owners().tolist()}
+            mark = source.data.fingerprint()
+            distractors.append(Distractors(name, extra.image, extra.text, extra.captions, mark, owner))
+        for kind in self.kinds if with_distractors else ():
+            distractors.append(self._kind(kind, found, model, runner, seed))
+        return dataclasses.replace(found, distractors=distractors)
+
+    def _kind(self, kind: str, main: Embeddings, model: ClipModel, runner: Runner, seed: int) -> Distractors:
+        """One built-in kind: as many pictures as the data have, made out of them, or as many captions."""
+        mark = f"seed {seed}"
+        if KINDS[kind] == "text":
+            texts = captions(kind, main.texts, len(main.texts), seed)
+            vectors = runner.texts(encode_text(model), texts, model.tokens, kind)
+            return Distractors(kind, text=vectors, captions=texts, mark=mark)
+        row_of = {key: row for row, key in enumerate(self.main.data.keys)}
+        readable = self.main.data.subset([row_of[key] for key in main.image_ids])
+        corrupted = Corrupted(kind, as_bytes(model.transform()), seed)
+        image, bad = runner.images(encode_image(model), readable, corrupted, label=kind)
+        kept = [row for row in range(len(image)) if row not in bad]
+        twins = kind in TWINS
+        return Distractors(kind, image[kept], mark=mark, owner={"image": kept} if twins else {}, twins=twins)
+
+
+def draw_bank(
+    source: Source,
+    sides: Iterable[str],
+    size: int,
+    model: ClipModel,
+    runner: Runner,
+    seed: int = 0,
+    evaluated: ImageTextData | None = None,
+) -> Bank:
+    """Embed ``size`` random items of each side, all where there are fewer, without images that cannot be read.
+
+    Args:
+        evaluated: Data whose captions are counted in the bank as its overlap.
+
+    Raises:
+        UserError: Where every caption of the bank is the evaluation's: it is the same set under another name.
+    """
+    own = {c for image in evaluated.captions for c in image} if evaluated is not None else set()
+    data = source.data
+    texts = {"image": data.captions, "text": [[c] for image in data.captions for c in image]}
+    bank = Bank(f"{data.path} [{data.split}]" if data.split else data.path)
+    for side in sides:
+        rows = _drawn(len(texts[side]), size, seed)
+        if evaluated is not None:  # an image is the evaluation's if all of its captions are
+            bank.overlap[side] = sum(all(c in own for c in texts[side][row]) for row in rows)
+            _require_others(data.path, bank.overlap[side], len(rows), "captions")
+        vectors, bad = source.vectors(side, model, runner, "bank", rows.tolist())
+        bank.vectors[side] = vectors[[i for i in range(len(rows)) if i not in bad]]
+    return bank
+
+
+def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: Embeddings, seed: int = 0) -> Bank:
+    """As :func:`draw_bank`, from a file of saved embeddings; items are the same where their vectors are.
+
+    Raises:
+        UserError: For a file of another D, and where all drawn vectors are the evaluation's.
+    """
+    try:
+        saved = load_embeddings(path)
+    except UserError as error:
+        raise UserError(f"--bank of saved embeddings: {error}") from None
+    bank = Bank(path)
+    for side in sides:
+        vectors, known = getattr(saved, side), getattr(evaluated, side)
+        if vectors.shape[1] != known.shape[1]:
+            raise UserError(
+                f"--bank {printable(path)}: vectors of {vectors.shape[1]} dimensions; the evaluation has {known.shape[1]}"
+            )
+        bank.vectors[side] = vectors[torch.from_numpy(_drawn(len(vectors), size, seed))]
+        own = {row.tobytes() for row in known.float().numpy()}
+        bank.overlap[side] = sum(row.tobytes() in own for row in bank.vectors[side].float().numpy())
+        _require_others(path, bank.overlap[side], len(bank.vectors[side]), "vectors")
+    return bank
+
+
+def _drawn(n: int, size: int, seed: int) -> Array:
+    """``size`` random rows of n, ascending."""
+    return np.sort(np.random.default_rng(seed).choice(n, min(size, n), replace=False))
+
+
+def _require_others(path: str, same: int, n: int, what: str) -> None:
+    if same == n:
+        raise UserError(
+            f"the bank {printable(path)} is the evaluation set, or a part of it: all of {n} {what} are in it, too; take "
+            "training data, or name it: --bank transductive"
+        )

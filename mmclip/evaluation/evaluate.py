@@ -1,157 +1,441 @@
-"""Raw embeddings -> results.json: both directions, every scoring, lengths, intervals, diagnostics.
+"""Raw embeddings -> results: every direction and scoring, ranks and intervals, norms, diagnostics.
 
-:func:`evaluate` composes retrieval (ranks), metrics (numbers with intervals) and diagnostics (lengths) over the pools
-of an :class:`EvalData`; it holds no formula of its own. What a comparison of two runs needs, the numbers of every
-single query, is kept beside the JSON in ``per_query.npz``.
+:func:`evaluate` composes retrieval (ranks), metrics (rates and intervals) and diagnostics (norms) over evaluation sets
+and has no formula of its own; images and texts, or queries and documents, are the same to it. What a comparison of two
+runs needs, the numbers of every single query, stands beside the JSON in per_query.npz.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from mmclip import metrics
-from mmclip.errors import UserError
-from mmclip.evaluation.backwards import Backwards
+from mmclip import metrics as rates
+from mmclip.console import progress_bar
+from mmclip.data.image_text import skipped_line
+from mmclip.embeddings.encode import Runner
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.diagnostics import diagnose
-from mmclip.evaluation.direction_numbers import one_direction
-from mmclip.evaluation.eval_set import MAIN_POOL, EvalData, Pool, make_pools
-from mmclip.evaluation.results import NATIVE, REVERSED, Array, Json, Results
-from mmclip.metrics import magnitude as diagnostics
-from mmclip.retrieval import BLOCK_BYTES, Qrels, Ranking, as_floats, rank_both
-from mmclip.retrieval.hubness import Bank, reversed_exponents
+from mmclip.evaluation.eval_set import UNITS, EvalSet, EvalSource, image_text_sets
+from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Array, Json, Results
+from mmclip.evaluation.zero_shot import ZeroShot
+from mmclip.metrics import magnitude as magnitudes
+from mmclip.models.factory import ClipModel
+from mmclip.models.metadata import native_exponents, trained_scales
+from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, rank, rank_both
+from mmclip.retrieval.hubness import (
+    Bank,
+    bank_side,
+    corrected_candidates,
+    corrected_queries,
+    log_evidence,
+    reversed_exponents,
+)
+from mmclip.retrieval.sides import exact_dots, inverse
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,
+    SCALE_INIT,
+    TINY,
     Direction,
     Exponents,
+    Normalization,
+    magnitude,
+    mean_length_factors,
 )
+
+Progress = Callable[[str, int, int], None]  # (set's name, scores done, scores in all)
+COUNTS = {"image": "n_images", "text": "n_texts", "document": "n_documents"}
 
 
 def evaluate(
-    data: EvalData,
-    native: Exponents,
-    facts: Mapping[str, Any],
+    sets: Sequence[EvalSet],
+    exponents: Exponents,
+    directions: Sequence[Direction],
     *,
     scales: Mapping[Direction, float | None] | None = None,
     bank: Bank | None = None,
+    metrics: Sequence[str] = rates.RATES,
     fisher: bool = False,
-    resamples: int = metrics.RESAMPLES,
+    resamples: int = rates.RESAMPLES,
     seed: int = 0,
+    depth: int = 0,
+    metadata: Mapping[str, Any] | None = None,
     block_bytes: int = BLOCK_BYTES,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Results:
-    """Every pool of ``data`` in both directions.
+    """Evaluate sets of one model's embeddings, the main one first, in one direction or in both.
 
-    native: the trained exponents, by role, applied to the roles of each direction. facts: what only the caller knows,
-    {"model", "trained_with": {...}, "data": {"path", "split"}}; copied, with the counts added to "data".
-    scales: alpha of every direction that was trained (None: not told, calibrated on the main pool). A direction whose
-    opposite was trained is also ranked ``reversed`` and, with a ``bank``, ``corrected`` (mmclip.retrieval.hubness).
-    fisher: with the Fisher matrices of the main pool, by far the costliest diagnostic.
-    resamples, seed: of the bootstrap. block_bytes: working memory of the ranking beside the embeddings. progress:
-    called with (pool's name, scores done, scores in all) while a pool is ranked.
-    Errors: UserError for unusable exponents; EvalData has checked the rest.
+    Args:
+        exponents: The trained ("native") exponents, by role, applied to the roles of each direction.
+        scales: alpha of every trained direction, None where unknown: then calibrated on the main set. A direction whose
+            opposite was trained is also ranked ``reversed`` and, with a ``bank``, ``corrected``.
+        metrics: Names of the rates, as in mmclip.metrics.rank.
+        fisher: Whether to add the Fisher matrices of the main set, by far the costliest diagnostic.
+        resamples, seed: Of the bootstraps.
+        depth: Documents to list of every query under every scoring, in ``Results.lists``; 0 for none.
+        metadata: What only the caller knows, copied to results.json: {"model", "trained_with", "data", ...}.
+        block_bytes: Working memory of the ranking beside the embeddings.
+        progress: Called with (name of the set, scores done, scores in all).
 
-    >>> import torch
+    Raises:
+        UserError: For exponents that are not finite; :class:`EvalSet` has checked the rest.
+
+    >>> from mmclip.embeddings.files import Embeddings
     >>> x = torch.eye(3)
-    >>> data = EvalData(x, x, torch.tensor([[0, 0], [1, 1], [2, 2]]), list("abc"), list("abc"))
-    >>> r = evaluate(data, Exponents(1.0, 0.0), {"model": "tiny"}, resamples=10)
+    >>> data = Embeddings(x, x, torch.tensor([[0, 0], [1, 1], [2, 2]]), list("abc"))
+    >>> r = evaluate(image_text_sets(data), Exponents(1.0, 0.0), CLIP_DIRECTIONS, resamples=10)
     >>> r.json["retrieval"]["t2i"]["native"]["success@1"], r.json["data"]["n_images"]
     (1.0, 3)
     """
-    native = as_floats(native)
+    native = as_floats(exponents)
     if not (isfinite(native.gamma_q) and isfinite(native.gamma_d)):
-        raise UserError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a length, 1 divides it out")
-    backwards = Backwards(native, dict(scales or {}), bank, {"image": data.image, "text": data.text})
+        raise UserError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a norm, 1 divides it out")
+    reverse = _ReverseScorer(native, scales or {}, bank, sets[0])
     scorings = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {NATIVE: native}
-    if any(d.opposite in backwards.scales for d in CLIP_DIRECTIONS):
+    if any(d.opposite in reverse.scales for d in directions):
         scorings[REVERSED] = reversed_exponents(native)
-    per_query: dict[str, Array] = {}
-    pools: dict[str, Json] = {}
+    listed = dict.fromkeys(scorings, max(depth, magnitudes.TOP_K)) if depth else {}
+    top_k = listed or {"cosine": magnitudes.TOP_K, NATIVE: magnitudes.TOP_K}
     how: Any = {"resamples": resamples, "seed": seed}
-    for pool in make_pools(data):
-        retrieval: Json = {}
-        lengths: Json = {}
-        told: Json = {}
-        chance: Json = {}
-        ways = rank_both(
-            *CLIP_DIRECTIONS[0].roles(pool.vectors),
-            Qrels(pool.pairs, pool.gains),
-            scorings,
-            top_k={"cosine": diagnostics.TOP_K, NATIVE: diagnostics.TOP_K},
-            block_bytes=block_bytes,
-            progress=partial(progress, pool.name) if progress is not None else None,
-        )
-        for direction, rankings in zip(CLIP_DIRECTIONS, ways, strict=True):
-            about = backwards.extend(pool, direction, rankings, block_bytes)
-            numbers, side = one_direction(pool, direction, rankings, per_query, how)
-            for scoring, more in about.items():
+    results, pools = Results({}, {}, sets[0].items), {}
+    for data in sets:
+        told = partial(progress, data.name) if progress is not None else None
+        by_direction = _ranked(data, directions, scorings, top_k=top_k, block_bytes=block_bytes, progress=told)
+        if depth and data is sets[0]:
+            results.lists = by_direction[0]
+        section: Json = {"retrieval": {}, "magnitude": {}, "diagnostics": {}}
+        counts, chance = {}, {}
+        for direction, whole in zip(directions, by_direction, strict=True):
+            rankings = _shortened(whole, magnitudes.TOP_K)
+            extra = reverse.extend(data, direction, rankings, block_bytes)
+            section["retrieval"][direction.value] = numbers = _rates(
+                data, direction, rankings, metrics, results.per_query, how
+            )
+            for scoring, more in extra.items():
                 numbers[scoring] |= more
-            retrieval[direction.value], lengths[direction.document_side] = numbers, side
-            at = rankings["cosine"]
-            chance[direction.value] = float(np.diff(at.offsets).mean() / at.n_documents)
-            told[direction.value] = _diagnostics(pool, direction, rankings, backwards, per_query, fisher, how)
-        pools[pool.name] = {
-            "n_images": len(pool.vectors["image"]),
-            "n_texts": len(pool.vectors["text"]),
-            "n_queries": {d.value: len(per_query[f"{pool.name}/{d.value}/queries"]) for d in CLIP_DIRECTIONS},
-            "chance": chance,  # success@1 of a ranking that knows nothing
-            **({"fingerprint": pool.fingerprint} if pool.fingerprint else {}),
-            "retrieval": retrieval,
-            "magnitude": {"image": lengths["image"], "text": lengths["text"]},
-            "diagnostics": told,
-        }
-    main = pools.pop(MAIN_POOL)
-    given = dict(facts)
-    document: Json = {
-        "model": given.pop("model", None),
-        "trained_with": dict(given.pop("trained_with", {})),
-        "data": {
-            **dict(given.pop("data", {})),
-            "n_images": main["n_images"],
-            "n_texts": main["n_texts"],
-            "n_queries": main["n_queries"],
-            "chance": main["chance"],
-            "fingerprint": data.fingerprint(),
-        },
-        **given,
+            _keep_lists(data, direction, rankings, results.per_query)
+            section["magnitude"][direction.document_side] = _norms(
+                data, direction, rankings["cosine"], results.per_query, how
+            )
+            section["diagnostics"][direction.value] = _diagnostics(
+                data, direction, rankings, native, reverse.known.get(direction), fisher and data is sets[0], how
+            )
+            judged = rankings["cosine"]
+            counts[direction.value] = len(judged.queries)
+            chance[direction.value] = float(np.diff(judged.offsets).mean() / judged.n_documents)
+        for side in data.embeddings.keys() - section["magnitude"].keys():  # never documents here
+            norms = _row_norms(data.embeddings[side])
+            results.per_query[f"{data.name}/lengths/{side}"] = norms.astype(np.float32)
+            section["magnitude"][side] = magnitudes.summary(norms[rankings["cosine"].queries])
+        section["magnitude"] = {side: section["magnitude"][side] for side in data.embeddings}
+        about: Json = {COUNTS[side]: len(x) for side, x in data.embeddings.items() if side in COUNTS}
+        about |= {"n_queries": counts, "chance": chance}  # chance: success@1 of a random ranking
+        pools[data.name] = about | ({"fingerprint": data.fingerprint} if data.fingerprint else {}) | section
+    results.json.update(_document(sets[0], pools, native, directions, how, dict(metadata or {})))
+    return results
+
+
+def _document(
+    main: EvalSet, pools: Json, native: Exponents, directions: Sequence[Direction], how: Json, metadata: Json
+) -> Json:
+    """results.json: the main set's sections on top, the others' under "pools"."""
+    first = pools.pop(main.name)
+    sections = {name: first.pop(name) for name in ("retrieval", "magnitude", "diagnostics")}
+    return {
+        "model": metadata.pop("model", None),
+        "trained_with": dict(metadata.pop("trained_with", {})),
+        "data": {**metadata.pop("data", {}), **main.data, **first},
+        **metadata,
         "evaluation": {
             "native": native._asdict(),
-            "bootstrap": {**how, "level": metrics.LEVEL, "clusters": "image"},
-            "topk": diagnostics.TOP_K,
+            "bootstrap": {**how, "level": rates.LEVEL, "clusters": directions[0].query_side},
+            "topk": magnitudes.TOP_K,
         },
-        "retrieval": main["retrieval"],
-        "magnitude": main["magnitude"],
-        "diagnostics": main["diagnostics"],
-        "pools": pools,
+        **sections,
+        **({"pools": pools} if len(directions) > 1 else {}),
     }
-    items = {"image_keys": list(data.image_keys), "captions": list(data.captions), "owner": data.owners().tolist()}
-    return Results(document, per_query, items)
+
+
+def quick_rates(
+    data: EvalSet, exponents: Exponents, directions: Sequence[Direction], metrics: Sequence[str]
+) -> dict[str, float]:
+    """{"val_DIRECTION_METRIC_SCORING": mean} of the native scoring and of cosine: validation during training."""
+    scorings = {NATIVE: as_floats(exponents), "cosine": Normalization.COSINE.exponents}
+    numbers: dict[str, float] = {}
+    for direction, rankings in zip(directions, _ranked(data, directions, scorings), strict=True):
+        values = {name: rates.per_query(r.ranks, r.offsets, r.gains, metrics) for name, r in rankings.items()}
+        numbers |= {
+            f"val_{direction.value}_{metric}_{name}": float(values[name][metric].mean())
+            for metric in metrics
+            for name in scorings
+        }
+    return numbers
+
+
+def _ranked(
+    data: EvalSet, directions: Sequence[Direction], scorings: Mapping[str, Exponents], **how: Any
+) -> list[dict[str, Ranking]]:
+    """scoring -> ranking of each direction, both from one matrix product."""
+    direction = directions[0]
+    arguments = (*direction.roles(data.embeddings), data.relevance(direction), scorings)
+    if len(directions) == 1:
+        return [rank(*arguments, excluded=data.excluded, **how)]
+    return list(rank_both(*arguments, **how))
+
+
+def _shortened(rankings: Mapping[str, Ranking], k: int) -> dict[str, Ranking]:
+    """The rankings with lists of at most ``k``; scorings that rank alike still share one."""
+    cut = {id(r): replace(r, top_ids=r.top_ids[:, :k], top_relevant=r.top_relevant[:, :k]) for r in rankings.values()}
+    return {name: cut[id(r)] for name, r in rankings.items()}
+
+
+def _rates(
+    data: EvalSet,
+    direction: Direction,
+    rankings: Mapping[str, Ranking],
+    metrics: Sequence[str],
+    per_query: dict[str, Array],
+    how: Mapping[str, Any],
+) -> Json:
+    """Every scoring's rates with intervals; every query's go into ``per_query``."""
+    prefix = f"{data.name}/{direction.value}"
+    queries = rankings["cosine"].queries
+    clusters = data.clusters[direction.query_side][queries]
+    per_query |= {f"{prefix}/queries": queries, f"{prefix}/clusters": clusters}
+    # Scorings that rank alike share one Ranking: one set of numbers, equal to the last digit of every interval.
+    distinct = {id(r): r for r in rankings.values()}
+    values = {key: rates.per_query(r.ranks, r.offsets, r.gains, metrics) for key, r in distinct.items()}
+    columns = [values[key][metric] for key in distinct for metric in metrics]
+    intervals = iter(rates.mean_intervals(np.column_stack(columns), clusters, **how))
+    means = {key: {metric: next(intervals) for metric in metrics} for key in distinct}
+    several = len(np.unique(clusters)) > 1  # one cluster has no spread, which is not the same as certainty
+    numbers: Json = {}
+    for name, r in rankings.items():
+        first = values[id(r)]["first_rank"]
+        numbers[name] = {metric: value for metric, (value, _, _) in means[id(r)].items()}
+        numbers[name] |= {"median_rank": float(np.median(first)), "mean_rank": float(np.mean(first))}
+        numbers[name]["ci"] = {m: [lo, hi] if several else None for m, (_, lo, hi) in means[id(r)].items()}
+        numbers[name]["tied_queries"] = r.n_tied
+        if too_few := rates.clamped(r.n_documents, metrics):
+            numbers[name]["clamped_k"] = too_few
+        per_query |= {f"{prefix}/{name}/{metric}": values[id(r)][metric].astype(np.float32) for metric in metrics}
+        per_query[f"{prefix}/{name}/first_rank"] = first.astype(np.int32)
+    return numbers
+
+
+def _keep_lists(
+    data: EvalSet, direction: Direction, rankings: Mapping[str, Ranking], per_query: dict[str, Array]
+) -> None:
+    """The best by cosine, with their cosines, and natively: what example pages are drawn from."""
+    prefix = f"{data.name}/{direction.value}"
+    for name in ("cosine", NATIVE):
+        per_query[f"{prefix}/{name}/top_ids"] = rankings[name].top_ids.astype(np.int32)
+        per_query[f"{prefix}/{name}/top_relevant"] = rankings[name].top_relevant
+    scores = list_scores(data, direction, rankings["cosine"], Normalization.COSINE.exponents)
+    per_query[f"{prefix}/cosine/top_scores"] = scores.astype(np.float32)
+
+
+def list_scores(data: EvalSet, direction: Direction, ranking: Ranking, exponents: Exponents) -> Array:
+    """Scores at alpha 1 of a ranking's lists: [Q, k] float64, never rising along a row."""
+    query, document = direction.roles(data.embeddings)
+    ids, (gamma_q, gamma_d) = ranking.top_ids, as_floats(exponents)
+    rows = [torch.as_tensor(x, device=query.device) for x in (np.repeat(ranking.queries, ids.shape[1]), ids.ravel())]
+    q, d = (magnitude(x.double())[at] for x, at in zip((query, document), rows, strict=True))
+    compared = exact_dots(query, document, *rows) * inverse(q) * inverse(d) * (d / d.clamp_min(TINY).pow(gamma_d))
+    scores = compared.float().double() * (q / q.clamp_min(TINY).pow(gamma_q))  # what was ranked, then the query's norm
+    return np.minimum.accumulate(scores.cpu().numpy().reshape(ids.shape), axis=1)
+
+
+def _row_norms(x: Tensor) -> Array:
+    return magnitude(x.double()).cpu().numpy()
+
+
+def _norms(
+    data: EvalSet, direction: Direction, cosine: Ranking, per_query: dict[str, Array], how: Mapping[str, Any]
+) -> Json:
+    """The "magnitude" section of the side that ``direction`` has as documents."""
+    side, prefix = direction.document_side, f"{data.name}/{direction.value}"
+    norms = _row_norms(data.embeddings[side])
+    x, level = magnitudes.centred(norms)
+    clusters = per_query[f"{prefix}/clusters"]
+    per_query |= {
+        f"{data.name}/lengths/{side}": norms.astype(np.float32),
+        f"{prefix}/topk_moments": magnitudes.split_moments(x[cosine.top_ids], cosine.top_relevant),
+        f"{prefix}/length_level": np.array([level]),
+    }
+    effects = magnitudes.length_effects(norms, cosine, clusters, data.clusters[side], **how)
+    follows = {
+        name: magnitudes.spearman(norms[v >= 0], v[v >= 0])
+        for name, v in data.attributes[side].items()
+        if v.dtype != object and name not in UNITS
+    }
+    lists = (cosine.top_ids, cosine.top_relevant, clusters)
+    return {
+        **magnitudes.summary(norms),
+        "cohens_d": magnitudes.with_reasons(effects),
+        "spearman": magnitudes.with_reasons(follows),
+        "by_document": {
+            name: magnitudes.by_document_group(norms, group, names, *lists, **how)
+            for name, group, names in _groups(data, side)
+        },
+        "by_query": {
+            name: magnitudes.by_query_group(norms, group[cosine.queries], names, *lists, **how)
+            for name, group, names in _groups(data, direction.query_side)
+        },
+    }
+
+
+def _groups(data: EvalSet, side: str) -> Iterator[tuple[str, Array, list[str]]]:
+    """(attribute, group number of every row, names of the groups)."""
+    for name, values in data.attributes[side].items():
+        if values.dtype == object:
+            names = sorted({v for v in values if v})
+            place = {v: i for i, v in enumerate(names)}
+            yield name, np.array([place.get(v, -1) for v in values]), names
+        elif name not in UNITS:
+            yield name, *magnitudes.number_bins(values)
 
 
 def _diagnostics(
-    pool: Pool,
+    data: EvalSet,
     direction: Direction,
     rankings: Mapping[str, Ranking],
-    backwards: Backwards,
-    per_query: Mapping[str, Array],
+    native: Exponents,
+    alpha: float | None,
     fisher: bool,
     how: Mapping[str, Any],
 ) -> Json:
-    """The diagnostics section of a direction; Fisher matrices only on the main pool."""
-    role = {direction.query_side: "query", direction.document_side: "document"}["text"]
+    sides = {"query": direction.query_side, "document": direction.document_side}
+    sizes = {
+        role: {unit: data.attributes[side][unit] for unit in UNITS}
+        for role, side in sides.items()
+        if UNITS[0] in data.attributes[side]
+    }
     return diagnose(
-        *direction.roles(pool.vectors),
+        *direction.roles(data.embeddings),
         rankings,
-        per_query[f"{pool.name}/{direction.value}/clusters"],
-        pool.clusters[direction.document_side],
-        backwards.native,
-        backwards.told.get(direction),
-        text_length={role: pool.text_length},
-        fisher=fisher and pool.name == MAIN_POOL,
+        data.clusters[sides["query"]][rankings["cosine"].queries],
+        data.clusters[sides["document"]],
+        native,
+        alpha,
+        text_length=sizes,
+        fisher=fisher,
         **how,
     )
+
+
+class _ReverseScorer:
+    """Scores of directions that were not trained, read from the opposite direction's (mmclip.retrieval.hubness).
+
+    Args:
+        scales: alpha of every trained direction; where None, the effective scale is set to ``SCALE_INIT`` on the
+            ``main`` set, once for all sets.
+    """
+
+    def __init__(
+        self, native: Exponents, scales: Mapping[Direction, float | None], bank: Bank | None, main: EvalSet
+    ) -> None:
+        self.native, self.bank = native, bank
+        self.known = {d: float(alpha) for d, alpha in scales.items() if alpha is not None}
+        self.scales = dict(self.known)
+        for direction in scales.keys() - self.known.keys():
+            factors = float(mean_length_factors(*direction.roles(main.embeddings), native).prod())
+            self.scales[direction] = SCALE_INIT / max(factors, TINY)
+
+    def extend(self, data: EvalSet, direction: Direction, rankings: dict[str, Ranking], block_bytes: int) -> Json:
+        """Leave ``reversed`` and ``corrected`` in ``rankings`` where ``direction`` has them; {scoring: description}."""
+        trained = direction.opposite
+        if trained not in self.scales:
+            rankings.pop(REVERSED, None)
+            return {}
+        alpha, bank = self.scales[trained], self.bank
+        query, candidate = direction.roles(data.embeddings)
+        if bank is None or (evidence := self._evidence(bank, direction, data, alpha, block_bytes)) is None:
+            return {}
+        rankings[CORRECTED] = rank(
+            corrected_queries(query, self.native),
+            corrected_candidates(candidate, evidence[0], self.native, alpha),
+            data.relevance(direction),
+            {CORRECTED: Normalization.DOT.exponents},
+            block_bytes=block_bytes,
+        )[CORRECTED]
+        about = {
+            "bank": bank.name,
+            "bank_size": evidence[1],
+            "transductive": bank.transductive,
+            "alpha": alpha,
+            "alpha_source": "given" if trained in self.known else "calibrated",
+        }
+        side = bank_side(direction)
+        return {CORRECTED: about | ({"bank_overlap": bank.overlap[side]} if side in bank.overlap else {})}
+
+    def _evidence(
+        self, bank: Bank, direction: Direction, data: EvalSet, alpha: float, block_bytes: int
+    ) -> tuple[Tensor, int] | None:
+        """(log-normalizer of every candidate, the bank's size); None without a bank for these candidates."""
+        side, candidate = bank_side(direction), data.embeddings[direction.document_side]
+        rows = bank.of(side, data.embeddings)
+        if rows is not None:
+            return log_evidence(candidate, rows, self.native, alpha, block_bytes), len(rows)
+        known = bank.evidence.get(direction)
+        if known is None or len(known) != len(candidate):  # a set with other candidates than the main one
+            return None
+        return known.to(candidate.device), bank.sizes.get(side, 0)
+
+
+@contextmanager
+def ranking_bars() -> Iterator[Progress]:
+    """A ``progress`` for :func:`evaluate`: a bar on the terminal for each set."""
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(f"ranking, pool {printable(name, 40)}", total=total, note="")
+            bar.update(tasks[name], completed=done)
+
+        yield progress
+
+
+def evaluate_model(
+    source: EvalSource,
+    model: ClipModel,
+    runner: Runner,
+    trained: Mapping[str, Any],
+    about: Mapping[str, Any],
+    *,
+    classes: ZeroShot | None = None,
+    seed: int = 0,
+    **how: Any,
+) -> Results:
+    """Encode image-text data once and evaluate both directions; ``classes`` are classified, too.
+
+    Args:
+        trained: mmclip.json, {} for a plain CLIP.
+        about: What else results.json says.
+        how: Of :func:`evaluate`.
+    """
+    data = source.embed(model, runner, seed=seed)
+    if data.skipped:
+        print(f"evaluation data: {skipped_line(data.skipped)}", file=sys.stderr)
+    metadata: Json = {"skipped": data.skipped, "trained_with": dict(trained), **about}
+    native = native_exponents(trained)
+    if classes is not None:
+        metadata["zero_shot"] = classes.measure(model, runner, native, seed)
+        if skipped := metadata["zero_shot"]["skipped"]:
+            print(f"zero-shot data: {skipped_line(skipped)}", file=sys.stderr)
+    sets = image_text_sets(data, {"path": source.main.data.path, "split": source.main.data.split})
+    with ranking_bars() as progress:
+        scales = trained_scales(trained, model.loaded_scale)
+        return evaluate(sets, native, CLIP_DIRECTIONS, scales=scales, seed=seed, metadata=metadata,
+                        progress=progress, **how)  # fmt: skip

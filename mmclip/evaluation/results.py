@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mmclip.errors import UserError, printable, reason
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.io import write_atomically, write_text_atomically
+from mmclip.retrieval.ranking import Ranking
 
 NATIVE, REVERSED, CORRECTED = "native", "reversed", "corrected"
 RESULTS_FILE = "results.json"
@@ -40,12 +41,14 @@ class Results:
     POOL/lengths/SIDE [n]                  raw lengths, in the order of the rows
 
     ``items``: what the main pool's rows are, {"image_keys": [N], "captions": [M], "owner": [M]}, or, of text,
-    {"query_ids": [Q], "queries": [Q], "document_ids": [N], "titles": [N]}, to show them by.
+    {"query_ids": [Q], "queries": [Q], "document_ids": [N], "titles": [N]}, to show them by. ``lists``: scoring -> the
+    main pool's ranking with its lists, where a depth was given; not saved.
     """
 
     json: Json
     per_query: dict[str, Array]
     items: dict[str, list[Any]] = field(default_factory=dict)
+    lists: dict[str, Ranking] = field(default_factory=dict)
 
     @property
     def pools(self) -> dict[str, Json]:

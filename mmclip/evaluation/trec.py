@@ -1,15 +1,13 @@
-"""Ranked lists of text retrieval: measured by ir_measures, and as TREC files, ours and other people's.
+"""TREC run and judgment files: ours to write, other people's to read and to measure by ir_measures.
 
-ir_measures (pytrec_eval underneath) takes a list as scores, sorts it by them and equal ones by id; our order puts the
-irrelevant first among equals (mmclip.retrieval.ranking). So what it measures of ours are our lists with the scores -1, -2, -3…,
-which it cannot but leave in their order. The TREC file has the real scores, and the rank column has our order.
+ir_measures (pytrec_eval underneath) sorts a run by its scores and equal ones by id; our order puts the irrelevant first
+among equals (mmclip.retrieval.ranking). The files that we write have the real scores, and our order as their ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from mmclip import metrics
 from mmclip.data.beir import TextCollection, read_lines
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
+from mmclip.retrieval import Ranking
 
 RUNS, RUN_ENDING, QRELS_FILE = "runs", ".trec", "qrels.trec"
 LARGEST_GAIN = 1000  # trec_eval counts by level of relevance, and keeps a list as long as the highest
@@ -27,34 +26,6 @@ _MEASURES = {"success": "Success", "recall": "R", "mrr": "RR", "ndcg": "nDCG"}
 
 Array = NDArray[Any]
 Scored = Mapping[str, Mapping[str, float]]  # query -> document -> score
-
-
-@dataclass(frozen=True)
-class RankedList:
-    """The best documents of every query by one scoring.
-
-    queries [Q]     query rows
-    ids [Q, k]      document rows, best first
-    scores [Q, k]   float64, never rising along a row: the similarity at alpha = 1, of which float32 makes ties
-    """
-
-    queries: Array
-    ids: Array
-    scores: Array
-
-
-def measure_list(collection: TextCollection, ranked: RankedList, rates: Iterable[str]) -> dict[str, Array]:
-    """rate -> [Q], in the list's own order. ``rates`` as metrics.py names them; those that :func:`measurable` leaves
-    out are not in the answer."""
-    names = [str(row) for row in ranked.queries]
-    run = {
-        name: {str(document): -float(place) for place, document in enumerate(ids)}
-        for name, ids in zip(names, ranked.ids.tolist(), strict=True)
-    }
-    qrels: dict[str, dict[str, float]] = {name: {} for name in names}
-    for (query, document), gain in zip(collection.pairs.tolist(), collection.gains.tolist(), strict=True):
-        qrels[str(query)][str(document)] = gain
-    return _measured(qrels, run, names, rates)
 
 
 def measure_run(collection: TextCollection, run: Scored, rates: Iterable[str]) -> dict[str, Array]:
@@ -105,13 +76,16 @@ def require_trec_ids(collection: TextCollection) -> None:
                 )
 
 
-def write_run(path: Path, collection: TextCollection, ranked: RankedList, tag: str, depth: int) -> None:
-    """``qid Q0 docid rank score tag`` a line, the ``depth`` best of a query. Errors: as :func:`require_trec_ids`."""
+def write_run(path: Path, collection: TextCollection, ranking: Ranking, scores: Array, tag: str, depth: int) -> None:
+    """``qid Q0 docid rank score tag`` a line, the ``depth`` best of a query; scores [Q, k] of the ranking's lists.
+
+    Errors: as :func:`require_trec_ids`.
+    """
     require_trec_ids(collection)
     lines = []
-    for query, ids, scores in zip(ranked.queries, ranked.ids.tolist(), ranked.scores.tolist(), strict=True):
+    for query, ids, values in zip(ranking.queries, ranking.top_ids.tolist(), scores.tolist(), strict=True):
         name = collection.query_ids[query]
-        for place, (document, score) in enumerate(zip(ids[:depth], scores[:depth], strict=True), 1):
+        for place, (document, score) in enumerate(zip(ids[:depth], values[:depth], strict=True), 1):
             lines.append(f"{name} Q0 {collection.document_ids[document]} {place} {score:.10g} {tag}\n")
     write_text_atomically(path, "".join(lines))
 

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from mmclip.config import TextModelConfig
 from mmclip.config.model_config import check_metadata, read_json
 from mmclip.errors import UserError, printable
-from mmclip.models.metadata import METADATA_FILE
+from mmclip.models.metadata import METADATA_FILE, native_exponents
+from mmclip.similarity import Exponents, Normalization
 
 ROLES = ("query", "document")
 POOLINGS = ("mean", "cls", "lasttoken")
@@ -345,6 +346,26 @@ def encoding(model: TextEncoder) -> dict[str, Any]:
         "lengths": {role: model.length_of(role) for role in ROLES},
         "prompts": {role: model.prompts.get(role, "") for role in ROLES},
     }
+
+
+def native_scoring(model: TextEncoder) -> tuple[Exponents, float | None]:
+    """(exponents, alpha) that a model's vectors are to be scored with.
+
+    What mmclip trained says it itself. Any other model has cosine where its Normalize was removed or its
+    ``similarity_fn_name`` is cosine (sentence-transformers' default), dot where that says dot; alpha is not known.
+    Errors: UserError for metadata without numbers, and for a similarity that is neither.
+    """
+    if model.metadata:
+        alpha = model.metadata.get("logit_scale_q2d")
+        return native_exponents(model.metadata), alpha if isinstance(alpha, int | float) else None
+    said = str(model.encoder.similarity_fn_name)
+    if model.removed or said == "cosine":
+        return Normalization.COSINE.exponents, None
+    if said == "dot":
+        return Normalization.DOT.exponents, None
+    raise UserError(
+        f"--model {printable(model.name)}: its similarity is {printable(said, 40)}; cosine or dot can be evaluated"
+    )
 
 
 # --- files: a folder, the hub, its cache, or random weights ----------------------------------------------------------

@@ -17,11 +17,12 @@ from typing import Any, TextIO
 
 import yaml
 
+from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import write_text_atomically
 from mmclip.study.plan import Cell
-from mmclip.training.log import METRICS, progress_bar
+from mmclip.training.log import METRICS
 from mmclip.training.signals import Interrupts
 
 Json = dict[str, Any]

@@ -23,7 +23,7 @@ from mmclip.config import AdviseConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource
 from mmclip.metrics.fisher_report import PER_DIMENSION
 from mmclip.models.factory import load_clip
 from mmclip.similarity import SCALE_INIT
@@ -175,7 +175,7 @@ def _encode_clip(settings: AdviseConfig, folder: Path) -> Encoded:
         precision = "fp32" if settings.precision == "auto" else settings.precision
         runner = Runner(device, precision, settings.encode_batch_size, settings.workers)
         model.towers.to(device)
-        found = EvalSource.open(data, {}, model, runner).eval_data(model, runner, with_distractors=False)
+        found = EvalSource.open(data, {}, model, runner).embed(model, runner, with_distractors=False)
         assert found.owner is not None
         arrays = {"first": found.image.numpy(), "second": found.text.numpy(), "pairs": found.pairs.numpy(),
                   "owner": np.array(found.owner)}  # fmt: skip

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip import metrics
+from mmclip.console import progress_bar
 from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.similarity import Direction
 from mmclip.tasks.rag import Prompt, exact_match, first_line, has_answer, token_f1
-from mmclip.training.log import LINE_SECONDS, progress_bar
+from mmclip.training.log import LINE_SECONDS
 
 COSINE, CLOSED = "cosine", "closed_book"
 EM, F1, RECALL = "em", "f1", "answer_recall"

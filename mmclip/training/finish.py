@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from rich.progress import TaskID
-
-from mmclip.embeddings.encode import Runner
+from mmclip.data.image_text import skipped_line
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.bank import draw_bank
-from mmclip.evaluation.eval_set import EvalData
-from mmclip.evaluation.eval_source import EvalSource
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.evaluation.eval_set import draw_bank
+from mmclip.evaluation.evaluate import evaluate_model
 from mmclip.evaluation.results import Results, save_results
 from mmclip.evaluation.zero_shot import ZeroShot, told_zero_shot
 from mmclip.models import metadata
 from mmclip.models.export import export_clip
-from mmclip.models.factory import ClipModel
-from mmclip.models.metadata import native_exponents, trained_directions, trained_scales
+from mmclip.models.metadata import trained_directions
 from mmclip.reporting.tables import print_comparison, print_run
 from mmclip.retrieval.hubness import bank_side
-from mmclip.similarity import CLIP_DIRECTIONS, Exponents
-from mmclip.training.log import progress_bar
-from mmclip.training.skipped import told
+from mmclip.similarity import CLIP_DIRECTIONS
 from mmclip.training.trainer import Trainer
 
 
@@ -53,13 +44,13 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
     log_alpha = float(loss.similarity.logit_scale(metadata.main_direction(loss.trained)).detach())
     export_clip(trainer.folder / "model", trainer.model, log_alpha, about)
     if trainer.skipped.why:
-        print(f"training data: {told(trainer.skipped.why)}", file=sys.stderr)
+        print(f"training data: {skipped_line(trainer.skipped.why)}", file=sys.stderr)
     print(f"model: {printable(trainer.folder / 'model')}", file=sys.stderr)
     if trainer.val_source is None:
         print("no evaluation data: give --val-data, or evaluate later with scripts/evaluate.py", file=sys.stderr)
         return None
     sides = {bank_side(d.opposite) for d in trained_directions(trained)} if settings.bank_size else set()
-    results = evaluate_source(
+    results = evaluate_model(
         trainer.val_source,
         trainer.model,
         trainer.runner,
@@ -106,55 +97,3 @@ def print_report(name: str, folder: Path) -> None:
         print(f"report: {printable(write_report({name: folder}, folder / REPORT_FILE))}")
     except UserError as error:
         print(f"no report: {error}", file=sys.stderr)
-
-
-def evaluate_source(
-    source: EvalSource,
-    model: ClipModel,
-    runner: Runner,
-    trained: Mapping[str, Any],
-    about: Mapping[str, Any],
-    *,
-    classes: ZeroShot | None = None,
-    seed: int = 0,
-    **how: Any,
-) -> Results:
-    """Encode an evaluation set once and evaluate it; ``classes`` are classified, too.
-
-    trained: mmclip.json, or {} for a plain CLIP. about: what else results.json says. seed, how: of ``evaluate``.
-    """
-    data = source.eval_data(model, runner, seed=seed)
-    if source.skipped:
-        print(f"evaluation data: {told(source.skipped)}", file=sys.stderr)
-    known = {
-        "data": {"path": source.main.data.path, "split": source.main.data.split},
-        "skipped": source.skipped,
-        "trained_with": dict(trained),
-        **about,
-    }
-    native = native_exponents(trained)
-    if classes is not None:
-        known["zero_shot"] = classes.measure(model, runner, native, seed)
-        if skipped := known["zero_shot"]["skipped"]:
-            print(f"zero-shot data: {told(skipped)}", file=sys.stderr)
-    return evaluate_with_bar(
-        data,
-        native,
-        known,
-        scales=trained_scales(trained, model.loaded_scale),
-        seed=seed,
-        **how,
-    )
-
-
-def evaluate_with_bar(data: EvalData, native: Exponents, about: Mapping[str, Any], **how: Any) -> Results:
-    """:func:`mmclip.evaluation.evaluate.evaluate` with a progress bar a pool."""
-    with progress_bar() as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(pool: str, done: int, total: int) -> None:
-            if pool not in tasks:
-                tasks[pool] = bar.add_task(f"ranking, pool {printable(pool, 40)}", total=total, note="")
-            bar.update(tasks[pool], completed=done)
-
-        return evaluate(data, native, about, progress=progress, **how)

@@ -11,28 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 
 METRICS = "metrics.jsonl"
 LINE_SECONDS = 15.0  # where nobody watches a terminal, one plain line every so often
-
-
-def progress_bar() -> Progress:
-    """The bar of every long piece of work: on stderr, only where that is a terminal."""
-    return Progress(
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
 
 
 def keep_lines(path: Path, step: int) -> None:

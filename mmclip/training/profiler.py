@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmclip import distributed
+from mmclip.console import progress_bar
 from mmclip.data.loading import Batch
 from mmclip.data.reading import ReaderDied
 from mmclip.errors import UserError
 from mmclip.reporting.table_parts import column, make_console, new_table, row
 from mmclip.training import failures
-from mmclip.training.log import progress_bar
 from mmclip.training.signals import Interrupts
 from mmclip.training.step import NotFinite
 from mmclip.training.trainer import Trainer

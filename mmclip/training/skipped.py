@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mmclip.data.image_text import BadSample, named
+from mmclip.data.image_text import BadSample, skipped_line
 from mmclip.errors import UserError
 
 
@@ -29,23 +29,4 @@ class Skipped:
 
     def _check(self) -> None:
         if self.limit is not None and len(self.why) > self.limit:
-            raise UserError(f"--max-bad-samples {self.limit}: {told(self.why)}")
-
-
-def told(skipped: Mapping[str, str]) -> str:
-    """'3 samples cannot be used: …', naming the first five."""
-    first = "; ".join(named(k, why) for k, why in list(skipped.items())[:5])
-    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    samples = "1 sample" if len(skipped) == 1 else f"{len(skipped)} samples"
-    return f"{samples} cannot be used: {first}{more}"
-
-
-def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
-    """Each sample's file and reason by its key; a key that comes again gets a number, so that all are counted."""
-    found: dict[str, str] = {}
-    for sample in samples:
-        key, n = sample.key, 2
-        while key in found:
-            key, n = f"{sample.key} ({n})", n + 1
-        found[key] = sample.why
-    return found
+            raise UserError(f"--max-bad-samples {self.limit}: {skipped_line(self.why)}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmclip import distributed
 from mmclip.errors import printable
+from mmclip.evaluation.evaluate import evaluate_model
 from mmclip.evaluation.results import START_FILE, json_text
 from mmclip.evaluation.zero_shot import ZeroShot
 from mmclip.io import write_text_atomically
@@ -24,7 +25,6 @@ from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.models.metadata import native_exponents
 from mmclip.similarity import CLIP_DIRECTIONS, TINY, Direction, mean_length_factors
-from mmclip.training.finish import evaluate_source
 from mmclip.training.trainer import Trainer
 
 
@@ -46,7 +46,7 @@ def measure_start(trainer: Trainer, classes: ZeroShot | None) -> None:
         trained = metadata.clip_metadata(settings, trainer.loss.similarity, trainer.loss.trained, trainer.model.initial)
         vectors = _training_pairs(trainer)
         alphas = _alphas(trainer, vectors)
-        results = evaluate_source(
+        results = evaluate_model(
             trainer.val_source,
             trainer.model,
             trainer.runner,

@@ -22,10 +22,12 @@ from mmclip.data.beir import TextCollection
 from mmclip.data.text_pairs import TrainingPairs
 from mmclip.data.text_places import EVALUATIONS, evaluation_name
 from mmclip.errors import printable
+from mmclip.evaluation.eval_set import text_set
+from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import START_FILE, json_text, save_results
-from mmclip.evaluation.text_evaluation import evaluate_text
 from mmclip.io import write_text_atomically
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
+from mmclip.metrics.rank import TEXT_RATES
 from mmclip.models import metadata
 from mmclip.models.export import export_text
 from mmclip.models.metadata import text_metadata
@@ -105,10 +107,17 @@ def measure_start(run: Run, pairs: TrainingPairs, val: Sequence[TextCollection],
     known = about(settings, run, pairs, 0) | {"trained_with": trained}
     content: Json = {}
     for i, collection in enumerate(val):
-        vectors = evaluations.vectors_of(collection)
-        found = evaluate_text(
-            collection, *vectors, native, known, alpha=alpha, fisher=i == 0, seed=settings.seed
-        ).results.json
+        data = text_set(collection, *evaluations.vectors_of(collection))
+        found = evaluate(
+            [data],
+            native,
+            [Direction.Q2D],
+            scales={Direction.Q2D: alpha},
+            metrics=TEXT_RATES,
+            fisher=i == 0,
+            seed=settings.seed,
+            metadata=known,
+        ).json
         if i == 0:
             content = {**found, "evaluations": {}}
         else:
@@ -188,17 +197,16 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
     folders = [run.folder, *(run.folder / EVALUATIONS / evaluation_name(c.path, c.split) for c in val[1:])]
     # the run's own results.json comes last: it says that the run is finished
     for collection, folder in sorted(zip(val, folders, strict=False), key=lambda pair: pair[1] == run.folder):
-        query, document = evaluations.vectors_of(collection)
-        results = evaluate_text(
-            collection,
-            query,
-            document,
+        results = evaluate(
+            [text_set(collection, *evaluations.vectors_of(collection))],
             native,
-            {**known, "trained_with": trained, "seconds": seconds,
-             "alarms": {a.name: a.text for a in run.told}},
-            alpha=trained["logit_scale_q2d"],
+            [Direction.Q2D],
+            scales={Direction.Q2D: trained["logit_scale_q2d"]},
+            metrics=TEXT_RATES,
             seed=settings.seed,
-        ).results  # fmt: skip
+            metadata={**known, "trained_with": trained, "seconds": seconds,
+                      "alarms": {a.name: a.text for a in run.told}},
+        )  # fmt: skip
         save_results(results, folder)
         _say(results.json, collection, folder)
 

@@ -22,7 +22,8 @@ from mmclip import distributed
 from mmclip.config import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.errors import UserError
-from mmclip.evaluation.text_evaluation import quick_numbers
+from mmclip.evaluation.eval_set import text_set
+from mmclip.evaluation.evaluate import quick_rates
 from mmclip.losses.sentence_transformers import RoleRankingLoss
 from mmclip.models.text_encoder import TextEncoder
 from mmclip.similarity import Direction, Exponents
@@ -217,7 +218,8 @@ class Run(TrainerCallback):
                     document = self.model.encode(
                         self.held_out.documents, "document", self.settings.encode_batch_size, False
                     )
-                    found = quick_numbers(self.held_out, query, document, exponents_of(self.loss))
+                    data, rates = text_set(self.held_out, query, document), ("ndcg@10", "success@1")
+                    found = quick_rates(data, exponents_of(self.loss), [Direction.Q2D], rates)
                     line: dict[str, Any] = {"epoch": (self.step - 1) // self.per_epoch, **found}
                     by = {s: f"{found[f'val_q2d_{WATCHED}_{s}']:.3f}" for s in ("native", "cosine")}
                     self.log.say(

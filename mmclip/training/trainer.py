@@ -10,6 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.errors import UserError
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource, image_text_sets
+from mmclip.evaluation.evaluate import quick_rates
 from mmclip.io import write_text_atomically
 from mmclip.losses import schedule as curriculum
 from mmclip.models.factory import ClipModel
+from mmclip.similarity import CLIP_DIRECTIONS
 from mmclip.training import checkpoint as checkpoints
 from mmclip.training import failures, resume
 from mmclip.training.log import RunLog
@@ -239,7 +242,9 @@ class Trainer:
         try:
             with sharding.filled(self.model.towers, self.towers), interrupts.cutting():
                 if self.rank == 0 and self.val_source is not None:
-                    numbers = self.val_source.quick_numbers(self.model, self.loss.similarity.exponents, self.runner)
+                    quiet = replace(self.runner, progress=False)
+                    data = image_text_sets(self.val_source.embed(self.model, quiet, with_distractors=False))[0]
+                    numbers = quick_rates(data, self.loss.similarity.exponents, CLIP_DIRECTIONS, ["success@1"])
                     line |= numbers
                     log.say(
                         f"step {self.step}: validation success@1  i2t {numbers['val_i2t_success@1_native']:.3f}  "

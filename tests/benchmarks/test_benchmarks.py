@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
+from mmclip.embeddings.files import Embeddings, save_embeddings
 from mmclip.losses import contrastive as losses
 from mmclip.similarity import Exponents
 
@@ -237,7 +237,7 @@ def test_agreement_with_clip_benchmark_is_told_and_a_difference_is_an_error(root
     owner = [t // 2 for t in range(100)]
     pairs = torch.tensor([[i, t] for t, i in enumerate(owner)])
     names = [str(i) for i in range(100)]
-    saved = SavedEmbeddings(image, text, names[:50], names, pairs, owner=owner)
+    saved = Embeddings(image, text, pairs, names[:50], text_ids=names, owner=owner)
     save_embeddings(tmp_path / "x.npz", saved)
     assert run(root, "--embeddings", str(tmp_path / "x.npz"), name="agreement.py").endswith("the numbers agree\n")
     stock = agreement.theirs

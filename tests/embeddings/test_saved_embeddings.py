@@ -14,11 +14,10 @@ import torch
 from safetensors.numpy import save_file
 
 from mmclip.array_files import SUFFIXES
-from mmclip.embeddings.files import SavedEmbeddings, load_embeddings, save_embeddings
+from mmclip.embeddings.files import Distractors, Embeddings, load_embeddings, save_embeddings
 from mmclip.errors import UserError
-from mmclip.evaluation.eval_set import Distractors
-from mmclip.evaluation.evaluate import evaluate
 from mmclip.similarity import Exponents
+from tests.helpers.evaluating import evaluate_clip
 
 N, M, D = 4, 6, 3
 FACTS = {
@@ -43,31 +42,33 @@ def users() -> dict[str, Any]:
     }
 
 
-def whole() -> SavedEmbeddings:
+def whole() -> Embeddings:
     """Every field."""
     given = users()
-    return SavedEmbeddings(
+    return Embeddings(
         torch.from_numpy(given["image"]),
         torch.from_numpy(given["text"]),
-        ["i0", "caf\udce9", "i2\0", "i\n3"],
-        [f"t{i}" for i in range(M)],
         torch.tensor([[0, 0], [0, 1], [1, 2], [3, 2]]),
+        ["i0", "caf\udce9", "i2\0", "i\n3"],
+        text_ids=[f"t{i}" for i in range(M)],
         owner=[0, 0, 1, 2, 3, -1],
         gains=np.array([1.0, 2.0, 1.0, 0.5]),
         captions=["a", "b " * 2000, "", "d", "é", "f"],
         levels=["full", "vague"] * 3,
         n_objects=[1, 2, 3, 4],
-        distractors=Distractors(
-            "distractors",
-            torch.ones(2, D),
-            torch.ones(3, D),
-            ["x", "", "y"],
-            "mark",
-            {"image": [0, 1], "text": [1, 1, 0]},
-        ),
+        distractors=[
+            Distractors(
+                "distractors",
+                torch.ones(2, D),
+                torch.ones(3, D),
+                ["x", "", "y"],
+                "mark",
+                {"image": [0, 1], "text": [1, 1, 0]},
+            )
+        ],
         evidence={"t2i": torch.tensor([0.1, -3.0, 2.0, 4.0], dtype=torch.float64)},
         model="logs/x",
-        facts=FACTS,
+        metadata=FACTS,
         alpha={"i2t": 5.0, "t2i": None},
         bank={"texts": 7},
     )
@@ -81,14 +82,13 @@ def write(path: Path, **changes: Any) -> Path:
 
 def test_a_numpy_script_writes_five_arrays(tmp_path: Path) -> None:
     found = load_embeddings(write(tmp_path / "x.npz"))
-    data = found.eval_data()
     assert found.text_ids == ["100", "101", "102", "103", "104", "105"]
-    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3], [3, 4]]
-    assert data.owner == [0, 0, 1, 2, 3, -1] and data.image_keys == ["i0", "i1", "i2", "i3"]
-    assert data.captions == found.text_ids
-    assert (found.model, found.facts, found.alpha) == ("", {}, {"i2t": None, "t2i": None})
-    assert torch.equal(data.image, torch.from_numpy(users()["image"]))
-    assert evaluate(data, Exponents(1.0, 1.0), {}, resamples=5).json["data"]["n_texts"] == M
+    assert found.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3], [3, 4]]
+    assert found.owner == [0, 0, 1, 2, 3, -1] and found.image_ids == ["i0", "i1", "i2", "i3"]
+    assert found.texts == found.text_ids
+    assert (found.model, found.metadata, found.alpha) == ("", {}, {"i2t": None, "t2i": None})
+    assert torch.equal(found.image, torch.from_numpy(users()["image"]))
+    assert evaluate_clip(found, Exponents(1.0, 1.0), {}, resamples=5).json["data"]["n_texts"] == M
 
 
 def test_relevance_by_rows_or_by_ids_is_the_same(tmp_path: Path) -> None:
@@ -109,6 +109,7 @@ def test_every_field_survives(tmp_path: Path, suffix: str) -> None:
     for field in dataclasses.fields(saved):
         a, b = getattr(saved, field.name), getattr(found, field.name)
         if field.name == "distractors":
+            (a,), (b,) = a, b
             assert torch.equal(a.image, b.image) and torch.equal(a.text, b.text) and a.owner == b.owner
             assert a.fingerprint() == b.fingerprint()
         elif field.name == "evidence":
@@ -117,7 +118,7 @@ def test_every_field_survives(tmp_path: Path, suffix: str) -> None:
             assert torch.equal(a, b) and a.dtype == b.dtype, field.name
         else:
             assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name
-    assert found.eval_data().fingerprint() == saved.eval_data().fingerprint()
+    assert found.fingerprint() == saved.fingerprint()
 
 
 def test_a_safetensors_file_of_a_users_own(tmp_path: Path) -> None:
@@ -131,9 +132,9 @@ def test_a_safetensors_file_of_a_users_own(tmp_path: Path) -> None:
 
 def test_meta_is_a_string_too_and_names_the_scales(tmp_path: Path) -> None:
     found = load_embeddings(write(tmp_path / "x.npz", meta=np.array(json.dumps({"model": "mine", "facts": FACTS}))))
-    assert (found.model, found.facts, found.alpha) == ("mine", FACTS, {"i2t": 5.0, "t2i": None})
+    assert (found.model, found.metadata, found.alpha) == ("mine", FACTS, {"i2t": 5.0, "t2i": None})
     plain = load_embeddings(write(tmp_path / "y.npz", meta=np.array('{"alpha": {"i2t": 100, "t2i": 100}}')))
-    assert plain.alpha == {"i2t": 100, "t2i": 100} and plain.facts == {}
+    assert plain.alpha == {"i2t": 100, "t2i": 100} and plain.metadata == {}
 
 
 def test_half_precision_becomes_float32_and_float64_stays(tmp_path: Path) -> None:

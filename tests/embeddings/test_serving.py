@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.embeddings.files import SavedEmbeddings
+from mmclip.embeddings.files import Embeddings
 from mmclip.embeddings.serving import (
     SCORINGS,
     MagnitudeLost,
@@ -31,7 +31,7 @@ from mmclip.similarity import Direction, Exponents, Normalization, normalize, sc
 ALPHA = 3.0
 
 
-def saved(gamma_q: float = 1.0, gamma_d: float = 0.0, seed: int = 0, n: int = 200, dim: int = 16) -> SavedEmbeddings:
+def saved(gamma_q: float = 1.0, gamma_d: float = 0.0, seed: int = 0, n: int = 200, dim: int = 16) -> Embeddings:
     """Random vectors, none twice, of varied lengths; a caption pair an image; the bank is other texts."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(n, dim, generator=generator) * (0.5 + torch.rand(n, 1, generator=generator))
@@ -39,15 +39,14 @@ def saved(gamma_q: float = 1.0, gamma_d: float = 0.0, seed: int = 0, n: int = 20
     bank = torch.randn(50, dim, generator=generator)
     facts = {"loss": "asym-i2t", "gamma_q": gamma_q, "gamma_d": gamma_d, "logit_scale_i2t": ALPHA}
     owner = torch.arange(2 * n) // 2
-    return SavedEmbeddings(
+    return Embeddings(
         image,
         text,
-        [f"i{i}" for i in range(n)],
-        [f"t{i}" for i in range(2 * n)],
         torch.stack([owner, torch.arange(2 * n)], dim=1),
+        [f"i{i}" for i in range(n)],
         owner=owner.tolist(),
         evidence={"t2i": log_evidence(image, bank, native_exponents(facts), ALPHA)},
-        facts=facts,
+        metadata=facts,
         alpha={"i2t": ALPHA},
     )
 

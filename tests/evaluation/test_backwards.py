@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.evaluation.eval_set import Distractors, EvalData
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank
 from mmclip.similarity import SCALE_INIT, Direction, Exponents, mean_length_factors, score
+from tests.helpers.evaluating import evaluate_clip
 
 N, M, DIM = 40, 80, 8
 QNORM = Exponents(1.0, 0.0)
@@ -21,16 +21,16 @@ def vectors(seed: int, n: int) -> torch.Tensor:
     return torch.randn(n, DIM, generator=gen) * (0.5 + torch.rand(n, 1, generator=gen) * 3)
 
 
-def data(**changes: object) -> EvalData:
+def data(**changes: object) -> Embeddings:
     image = vectors(0, N)
     fields = {
         "image": image,
         "text": image.repeat_interleave(2, 0) + vectors(1, M),
         "pairs": torch.tensor([[t // 2, t] for t in range(M)]),
-        "image_keys": [f"i{i}" for i in range(N)],
+        "image_ids": [f"i{i}" for i in range(N)],
         "captions": [f"t{t}" for t in range(M)],
     }
-    return EvalData(**fields | changes)  # type: ignore[arg-type]
+    return Embeddings(**fields | changes)  # type: ignore[arg-type]
 
 
 def first_ranks(matrix: torch.Tensor, relevant: list[int]) -> np.ndarray:
@@ -39,8 +39,8 @@ def first_ranks(matrix: torch.Tensor, relevant: list[int]) -> np.ndarray:
     return (matrix >= own[:, None]).sum(1).numpy()
 
 
-def run(d: EvalData, native: Exponents, **how: object) -> Results:
-    return evaluate(d, native, {"model": "m"}, resamples=20, **how)  # type: ignore[arg-type]
+def run(d: Embeddings, native: Exponents, **how: object) -> Results:
+    return evaluate_clip(d, native, {"model": "m"}, resamples=20, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("native", [QNORM, Exponents(0.0, 0.0), Exponents(0.4, 0.7), Exponents(1.0, 1.0)])

@@ -12,9 +12,9 @@ from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.embeddings.files import SavedEmbeddings, save_embeddings
+from mmclip.embeddings.files import Embeddings, save_embeddings
 from mmclip.errors import UserError
-from mmclip.evaluation.bank import draw_bank, saved_bank
+from mmclip.evaluation.eval_set import draw_bank, saved_bank
 from mmclip.models.factory import ClipModel, load_clip
 
 RUNNER = Runner(torch.device("cpu"), batch_size=16, progress=False)
@@ -90,11 +90,13 @@ def test_an_image_that_cannot_be_read_is_left_out_of_the_bank(
     assert len(bank.vectors["image"]) == 11 and bool(bank.vectors["image"].isfinite().all())
 
 
-def saved(seed: int, n: int, dim: int = 4) -> SavedEmbeddings:
+def saved(seed: int, n: int, dim: int = 4) -> Embeddings:
     gen = torch.Generator().manual_seed(seed)
     names = [str(i) for i in range(n)]
     pairs = torch.arange(n)[:, None].repeat(1, 2)
-    return SavedEmbeddings(torch.randn(n, dim, generator=gen), torch.randn(n, dim, generator=gen), names, names, pairs)
+    return Embeddings(
+        torch.randn(n, dim, generator=gen), torch.randn(n, dim, generator=gen), pairs, names, text_ids=names
+    )
 
 
 def test_a_file_of_embeddings_is_a_bank_too(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_file_of_embeddings_is_a_bank_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "says"), [(saved(0, 9), "all of 9 vectors are in it"), (saved(1, 9, 5), "vectors of 5 dimensions")]
 )
-def test_a_file_that_can_be_no_bank_is_one_line(tmp_path: Path, other: SavedEmbeddings, says: str) -> None:
+def test_a_file_that_can_be_no_bank_is_one_line(tmp_path: Path, other: Embeddings, says: str) -> None:
     save_embeddings(tmp_path / "x.safetensors", other)
     with pytest.raises(UserError, match=says):
         saved_bank(str(tmp_path / "x.safetensors"), ("text",), 100, saved(0, 9))

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdict, verdicts
-from mmclip.evaluation.eval_set import Distractors, EvalData
-from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results
 from mmclip.similarity import Direction, Exponents
+from tests.helpers.evaluating import evaluate_clip
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
 N, CAPTIONS, DIM = 120, 5, 32
 
 
-def eval_data(seed: int = 0, noise: float = 2.0, **changes) -> EvalData:
+def eval_data(seed: int = 0, noise: float = 2.0, **changes) -> Embeddings:
     gen = torch.Generator().manual_seed(seed)
     image = torch.randn(N, DIM, generator=gen)
     text = image.repeat_interleave(CAPTIONS, 0) + noise * torch.randn(N * CAPTIONS, DIM, generator=gen)
@@ -28,13 +28,13 @@ def eval_data(seed: int = 0, noise: float = 2.0, **changes) -> EvalData:
         "image": image,
         "text": text,
         "pairs": torch.tensor([[t // CAPTIONS, t] for t in range(len(text))]),
-        "image_keys": [f"k{i}" for i in range(N)],
+        "image_ids": [f"k{i}" for i in range(N)],
         "captions": [" ".join(["word"] * (2 + t % 7)) for t in range(len(text))],
     }
-    return EvalData(**fields | changes)
+    return Embeddings(**fields | changes)
 
 
-def rich_data(**changes) -> EvalData:
+def rich_data(**changes) -> Embeddings:
     gen = torch.Generator().manual_seed(9)
     fields = {
         "levels": ["full", "full", "partial", "vague", "full"] * N,
@@ -50,8 +50,10 @@ def rich_data(**changes) -> EvalData:
     return eval_data(**fields | changes)
 
 
-def run_of(data: EvalData, native: Exponents = QNORM, loss: str = "asym-t2i", name: str = "m", b: int = 200) -> Results:
-    return evaluate(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=b)
+def run_of(
+    data: Embeddings, native: Exponents = QNORM, loss: str = "asym-t2i", name: str = "m", b: int = 200
+) -> Results:
+    return evaluate_clip(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=b)
 
 
 def test_comparison_is_paired_and_says_what_is_noise():
@@ -71,7 +73,7 @@ def test_comparison_is_paired_and_says_what_is_noise():
     "changes",
     [
         {"captions": ["other"] * 600},
-        {"image_keys": [f"x{i}" for i in range(N)]},
+        {"image_ids": [f"x{i}" for i in range(N)]},
         {"pairs": torch.tensor([[t // CAPTIONS, t] for t in range(595)])},
     ],
 )
@@ -97,7 +99,7 @@ def magnitude_runs(informative: bool):
     unit = torch.nn.functional.normalize(image, dim=1)
 
     def data(lengths):
-        return EvalData(unit * lengths[:, None], text, pairs, [str(i) for i in range(2 * n)], ["c d"] * (2 * n))
+        return Embeddings(unit * lengths[:, None], text, pairs, [str(i) for i in range(2 * n)], ["c d"] * (2 * n))
 
     jitter = 1 + 0.05 * torch.randn(2 * n, generator=gen)
     run = run_of(data(jitter * (1 + 0.3 * longer)), QNORM, "asym-t2i", "run")
@@ -180,7 +182,7 @@ def test_lengths_that_give_nothing_are_not_useful_however_the_control_loses_by_i
         image = text * (spread * torch.randn(150, 1, generator=gen)).exp()
         text = text + noise * torch.randn(150, 16, generator=gen)
         keys = [str(i) for i in range(150)]
-        return run_of(EvalData(image, text, torch.arange(150)[:, None].repeat(1, 2), keys, keys), native, loss)
+        return run_of(Embeddings(image, text, torch.arange(150)[:, None].repeat(1, 2), keys, keys), native, loss)
 
     control, baseline = run(1, 0.2, 0.3, COSINE, "asym-t2i"), run(2, 0.2, 0.3, COSINE, "sym")
     found = verdict(run(3, 0.14, 0.005, QNORM, "asym-t2i"), control, baseline)["useful"]

@@ -11,7 +11,7 @@ from scipy import stats
 
 from mmclip.evaluation import diagnostics as module
 from mmclip.evaluation.diagnostics import diagnose, without_text_length
-from mmclip.evaluation.eval_set import text_lengths
+from mmclip.evaluation.eval_set import text_sizes
 from mmclip.metrics import fisher, geometry
 from mmclip.metrics.magnitude import TOP_K, length_effects
 from mmclip.retrieval.ranking import rank
@@ -85,7 +85,7 @@ def test_pairs_permuted_among_the_queries_keep_what_length_says_of_a_document():
 
 def test_the_section_is_plain_json_with_every_documented_key():
     query, document, pairs = planted(1.2)
-    words = text_lengths([" ".join(["word"] * (1 + i % 7)) for i in range(len(document))])
+    words = text_sizes([" ".join(["word"] * (1 + i % 7)) for i in range(len(document))])
     section, _ = run(query, document, pairs, text_length={"document": words})
     json.dumps(section, allow_nan=False)
     keys = diagnose.__doc__.split("over clusters.")[1]

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from mmclip import metrics
+from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.errors import UserError
-from mmclip.evaluation.eval_set import Distractors, EvalData, make_pools
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.evaluation.eval_set import image_text_sets
 from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Exponents, Normalization
+from tests.helpers.evaluating import evaluate_clip
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
 N, CAPTIONS, DIM = 120, 5, 32
 
 
-def eval_data(seed: int = 0, noise: float = 2.0, **changes) -> EvalData:
+def eval_data(seed: int = 0, noise: float = 2.0, **changes) -> Embeddings:
     gen = torch.Generator().manual_seed(seed)
     image = torch.randn(N, DIM, generator=gen)
     text = image.repeat_interleave(CAPTIONS, 0) + noise * torch.randn(N * CAPTIONS, DIM, generator=gen)
@@ -29,13 +30,13 @@ def eval_data(seed: int = 0, noise: float = 2.0, **changes) -> EvalData:
         "image": image,
         "text": text,
         "pairs": torch.tensor([[t // CAPTIONS, t] for t in range(len(text))]),
-        "image_keys": [f"k{i}" for i in range(N)],
+        "image_ids": [f"k{i}" for i in range(N)],
         "captions": [" ".join(["word"] * (2 + t % 7)) for t in range(len(text))],
     }
-    return EvalData(**fields | changes)
+    return Embeddings(**fields | changes)
 
 
-def rich_data(**changes) -> EvalData:
+def rich_data(**changes) -> Embeddings:
     gen = torch.Generator().manual_seed(9)
     fields = {
         "levels": ["full", "full", "partial", "vague", "full"] * N,
@@ -51,13 +52,17 @@ def rich_data(**changes) -> EvalData:
     return eval_data(**fields | changes)
 
 
-def run_of(data: EvalData, native: Exponents = QNORM, loss: str = "asym-t2i", name: str = "m", b: int = 200) -> Results:
-    return evaluate(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=b)
+def run_of(
+    data: Embeddings, native: Exponents = QNORM, loss: str = "asym-t2i", name: str = "m", b: int = 200
+) -> Results:
+    return evaluate_clip(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=b)
 
 
 def test_results_have_the_documented_shape_and_values():
     data = eval_data()
-    results = evaluate(data, QNORM, {"model": "m", "data": {"path": "p", "split": "test"}, "extra": 1}, resamples=100)
+    results = evaluate_clip(
+        data, QNORM, {"model": "m", "data": {"path": "p", "split": "test"}, "extra": 1}, resamples=100
+    )
     r = results.json
     assert r["model"] == "m"
     assert r["extra"] == 1
@@ -119,7 +124,7 @@ def test_length_that_follows_the_caption_is_seen():
 def test_captions_relevant_to_many_images_and_images_without_captions():
     pairs = torch.tensor([[0, 0], [1, 0], [2, 0], [2, 1]])  # caption 2 and image 3 match nothing, and stay candidates
     x, y = torch.eye(4), torch.tensor([[1.0, 1, 0.5, 2], [0, 0, 1, 0.1], [1, 0, 0, 0.0]])
-    data = EvalData(x, y, pairs, list("abcd"), ["p", "q", "r"], owner=[2, 2, 3])
+    data = Embeddings(x, y, pairs, list("abcd"), ["p", "q", "r"], owner=[2, 2, 3])
     results = run_of(data, COSINE)
     assert results.json["data"]["n_queries"] == {"i2t": 3, "t2i": 2}
     assert results.array("retrieval/t2i/clusters").tolist() == [2, 2]  # the owner's, not the first pair's
@@ -190,7 +195,7 @@ def test_bad_files_are_one_line(tmp_path):
         ({"distractors": [Distractors("x", text=torch.full((2, DIM), float("inf")))]}, "x text embeddings: row 0"),
         ({"pairs": torch.empty(0, 2)}, "at least one"),
         ({"pairs": torch.tensor([[0, 600]])}, "document row 600"),
-        ({"image_keys": ["a"]}, "image_keys has 1 entries"),
+        ({"image_ids": ["a"]}, "image_ids has 1 entries"),
         ({"levels": ["full"]}, "levels has 1"),
         ({"owner": [N] * 600}, f"owner names image row {N}"),
     ],
@@ -203,7 +208,7 @@ def test_unusable_data_is_one_line(changes, words):
 
 def test_progress_is_told_by_pool():
     told = []
-    evaluate(rich_data(), QNORM, {}, resamples=10, progress=lambda *a: told.append(a))
+    evaluate_clip(rich_data(), QNORM, {}, resamples=10, progress=lambda *a: told.append(a))
     assert told == [("retrieval", 72_000, 72_000), ("full", 43_200, 43_200), ("distractors", 104_000, 104_000)]
 
 
@@ -227,7 +232,7 @@ def test_distractors_of_one_owner_are_drawn_together():
 
 def test_twins_share_their_pictures_cluster():
     extra = Distractors("twins", image=torch.randn(3, DIM), owner={"image": [4, 5, 6]}, twins=True)
-    pool = make_pools(eval_data(distractors=[extra]))[-1]
+    pool = image_text_sets(eval_data(distractors=[extra]))[-1]
     assert pool.clusters["image"][-3:].tolist() == [4, 5, 6]
     with pytest.raises(UserError, match=f"one from 0 to {N - 1} for each"):
         eval_data(distractors=[Distractors("x", image=torch.ones(1, DIM), owner={"image": [N]}, twins=True)])
@@ -236,7 +241,7 @@ def test_twins_share_their_pictures_cluster():
 def test_distractors_may_not_be_called_like_another_pool():
     extra = Distractors("retrieval", image=torch.ones(2, DIM))
     with pytest.raises(UserError, match="'retrieval' twice, or like another pool"):
-        eval_data(distractors=[extra])
+        image_text_sets(eval_data(distractors=[extra]))
 
 
 def test_gains_are_ranked_by_and_told_apart():
@@ -244,8 +249,8 @@ def test_gains_are_ranked_by_and_told_apart():
     pairs = torch.tensor([[0, 0], [0, 1]])
     runs = []
     for gains in ([1.0, 9.0], [9.0, 1.0]):
-        data = EvalData(image, text, pairs, ["i"], ["a", "b"], gains=np.array(gains))
-        runs.append(evaluate(data, Exponents(0.0, 0.0), {"model": "m"}, resamples=5))
+        data = Embeddings(image, text, pairs, ["i"], ["a", "b"], gains=np.array(gains))
+        runs.append(evaluate_clip(data, Exponents(0.0, 0.0), {"model": "m"}, resamples=5))
     low, high = (r.json["retrieval"]["i2t"]["dot"]["ndcg@10"] for r in runs)
     assert high == 1.0 and low < 0.8
     assert runs[0].json["data"]["fingerprint"] != runs[1].json["data"]["fingerprint"]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.evaluation.eval_set import EvalData
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.embeddings.files import Embeddings
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.evaluation.seeds import group_by_seed
 from mmclip.reporting.backwards_tables import seeds_table
 from mmclip.reporting.table_parts import make_console
 from mmclip.retrieval.hubness import Bank
 from mmclip.similarity import Direction, Exponents
+from tests.helpers.evaluating import evaluate_clip
 
 N = 60
 
@@ -25,10 +25,10 @@ def run(seed: int, loss: str = "asym-i2t", norm: str = "qnorm", noise: float = 0
     image = torch.randn(N, 8, generator=torch.Generator().manual_seed(9))
     text = image + noise * torch.randn(N, 8, generator=gen)
     names = [str(i) for i in range(N)]
-    data = EvalData(image, text, torch.arange(N)[:, None].repeat(1, 2), names, names)
+    data = Embeddings(image, text, torch.arange(N)[:, None].repeat(1, 2), names, names)
     facts = {"model": model, "seed": seed, "trained_with": {"loss": loss, "norm": norm, "i2t_weight": 1.0}}
     bank = Bank("train", {"text": torch.randn(50, 8, generator=gen)})
-    return evaluate(data, Exponents(1.0, 0.0), facts, scales={Direction.I2T: 2.0}, bank=bank, resamples=50)
+    return evaluate_clip(data, Exponents(1.0, 0.0), facts, scales={Direction.I2T: 2.0}, bank=bank, resamples=50)
 
 
 def test_seeds_of_one_kind_belong_together_and_others_do_not() -> None:

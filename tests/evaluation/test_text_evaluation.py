@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from mmclip import metrics
 from mmclip.data.beir import TextCollection, open_beir
 from mmclip.errors import UserError
-from mmclip.evaluation.results import load_results, save_results
-from mmclip.evaluation.text_evaluation import TextEvaluation, evaluate_text, native_scoring, quick_numbers
-from mmclip.models.text_encoder import TextEncoder, load_text_model
+from mmclip.evaluation.eval_set import text_set
+from mmclip.evaluation.evaluate import list_scores, quick_rates
+from mmclip.evaluation.results import Results, load_results, save_results
+from mmclip.evaluation.trec import measure_run
+from mmclip.models.text_encoder import TextEncoder, load_text_model, native_scoring
 from mmclip.retrieval import Qrels, rank
-from mmclip.similarity import Exponents, Normalization, score
+from mmclip.similarity import Direction, Exponents, Normalization, score
+from tests.helpers.evaluating import evaluate_text
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
 
@@ -48,7 +51,7 @@ def vectors_of(collection: TextCollection, seed: int = 0, dim: int = 6, coarse: 
     return [x.round() for x in found] if coarse else found
 
 
-def evaluated(collection: TextCollection, native: Exponents = QNORM, seed: int = 0, **how) -> TextEvaluation:
+def evaluated(collection: TextCollection, native: Exponents = QNORM, seed: int = 0, **how) -> Results:
     coarse = how.pop("coarse", False)
     vectors = vectors_of(collection, seed, coarse=coarse)
     return evaluate_text(collection, *vectors, native, {"model": "m"}, **{"resamples": 20, **how})
@@ -56,25 +59,30 @@ def evaluated(collection: TextCollection, native: Exponents = QNORM, seed: int =
 
 @settings(max_examples=16)
 @given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.booleans())
-def test_ir_measures_and_our_metrics_say_the_same_of_every_query(seed, graded, coarse, excluding):
-    """Also where scores tie (coarse vectors) and where documents are excluded."""
+def test_every_query_has_ir_measures_numbers(seed, graded, coarse, excluding):
+    """Also where scores tie (coarse vectors) and where documents are excluded; what lists of 40 are too short for and
+    map against metrics of the whole ranking."""
     c = collection_of(seed=seed, graded=graded)
     if excluding:
         taken = set(map(tuple, c.pairs.tolist()))
         c.excluded = {q: [d for d in range(40) if (q, d) not in taken and (q + d) % 3 == 0] for q in (0, 5)}
-    done = evaluated(c, seed=seed, coarse=coarse, resamples=2)
-    # lists of an excluding corpus of 40 are shorter than it: what looks further than they reach is ours
-    beyond = {"map", "recall@100"} if excluding else {"map"}
-    assert done.results.json["evaluation"]["ir_measures"] == [r for r in metrics.TEXT_RATES if r not in beyond]
+    done = evaluated(c, seed=seed, coarse=coarse, resamples=2, depth=100)
     pairs = np.array([(q, d) for q, rows in c.excluded.items() for d in rows], dtype=int).reshape(-1, 2)
     query, document = vectors_of(c, seed, coarse=coarse)
     for name in ("cosine", "dot", "native"):
         exponents = QNORM if name == "native" else Normalization(name).exponents
         r = rank(query, document, Qrels(c.pairs, c.gains), {name: exponents}, excluded=pairs)[name]
-        ours = metrics.per_query(r.ranks, r.offsets, r.gains, metrics.TEXT_RATES)
-        for rate in (*metrics.TEXT_RATES, "first_rank"):
-            theirs = done.results.query_values("retrieval", "q2d", name, rate)
-            assert np.allclose(theirs, ours[rate], atol=1e-6), (name, rate)
+        expected = metrics.per_query(r.ranks, r.offsets, r.gains, metrics.TEXT_RATES)
+        run = {  # in our order: equal scores would be sorted by id
+            c.query_ids[q]: {c.document_ids[d]: -float(place) for place, d in enumerate(ids)}
+            for q, ids in zip(done.lists[name].queries, done.lists[name].top_ids.tolist(), strict=True)
+        }
+        theirs = measure_run(c, run, [m for m in metrics.TEXT_RATES if m != "recall@100" or not excluding])
+        assert len(theirs) == len(metrics.TEXT_RATES) - 1 - excluding
+        for rate, values in (expected | theirs).items():
+            assert np.allclose(expected[rate], values, rtol=1e-12, atol=1e-12), (name, rate)
+            assert np.array_equal(done.query_values("retrieval", "q2d", name, rate), expected[rate].astype(np.float32))
+            assert rate == "first_rank" or done.json["retrieval"]["q2d"][name][rate] == expected[rate].mean()
 
 
 def test_the_evaluation_has_clips_shape_in_the_one_direction(tmp_path: Path) -> None:
@@ -82,7 +90,7 @@ def test_the_evaluation_has_clips_shape_in_the_one_direction(tmp_path: Path) -> 
     facts = {"model": "m", "trained_with": {"loss": "q2d"}, "data": {"encoded": 1}, "extra": 2}
     query, document = vectors_of(c)
     done = evaluate_text(c, query, document, QNORM, facts, alpha=3.0, resamples=30)
-    r = done.results.json
+    r = done.json
     json.dumps(r, allow_nan=False)
     assert (r["model"], r["trained_with"], r["extra"]) == ("m", {"loss": "q2d"}, 2)
     expected = {"path": "p", "split": "test", "n_queries": {"q2d": 12}, "n_documents": 40, "n_empty": 4, "encoded": 1,
@@ -103,24 +111,26 @@ def test_the_evaluation_has_clips_shape_in_the_one_direction(tmp_path: Path) -> 
     assert told["scale"]["alpha"] == 3.0 and "relevance_count" in told and "fisher" not in told
     assert {"query", "document", "cohens_d"} <= set(told["text_length"])
     assert r["evaluation"]["native"] == {"gamma_q": 1.0, "gamma_d": 0.0}
-    save_results(done.results, tmp_path)
+    save_results(done, tmp_path)
     again = load_results(tmp_path)
-    assert again.items == done.results.items and again.items["titles"][3] == "t3"
+    assert again.items == done.items and again.items["titles"][3] == "t3"
     assert again.json == r
-    assert np.array_equal(again.array("retrieval/lengths/query"), done.results.array("retrieval/lengths/query"))
+    assert np.array_equal(again.array("retrieval/lengths/query"), done.array("retrieval/lengths/query"))
 
 
 def test_runs_hold_the_similarity_in_order_and_skip_what_is_excluded() -> None:
     c = collection_of(excluded={0: [39]}, pairs=np.array([[q, q] for q in range(12)]), gains=np.ones(12))
     query, document = vectors_of(c)
-    done = evaluate_text(c, query, document, Exponents(0.25, 0.5), {}, resamples=2)
-    for name, ranked in done.runs.items():
+    done = evaluate_text(c, query, document, Exponents(0.25, 0.5), {}, resamples=2, depth=100)
+    assert set(done.lists) == {"cosine", "dot", "qnorm", "dnorm", "native"}
+    for name, ranking in done.lists.items():
         exponents = Exponents(0.25, 0.5) if name == "native" else Normalization(name).exponents
         every = score(query.double(), document.double(), exponents).numpy()
-        assert np.allclose(np.take_along_axis(every, ranked.ids, 1), ranked.scores, rtol=1e-5, atol=1e-6)
-        assert (np.diff(ranked.scores, axis=1) <= 0).all()
-        assert ranked.ids.shape == (12, 39) and 39 not in ranked.ids[0]
-        assert 39 in ranked.ids[1] or every[1].argmin() == 39  # one of 40 is always left out of 39
+        ids, scores = ranking.top_ids, list_scores(text_set(c, query, document), Direction.Q2D, ranking, exponents)
+        assert np.allclose(np.take_along_axis(every, ids, 1), scores, rtol=1e-5, atol=1e-6)
+        assert (np.diff(scores, axis=1) <= 0).all()
+        assert ids.shape == (12, 39) and 39 not in ids[0]
+        assert 39 in ids[1] or every[1].argmin() == 39  # one of 40 is always left out of 39
 
 
 def test_planted_lengths_are_seen_in_d_and_make_dot_better() -> None:
@@ -133,7 +143,7 @@ def test_planted_lengths_are_seen_in_d_and_make_dot_better() -> None:
     pairs = np.array([[q, 2 * q] for q in range(100)])
     c = TextCollection("p", "s", names[:100], names[:100], names, names, names, pairs, np.ones(100))
     query = base + 0.5 * torch.randn(100, 16, generator=gen)
-    r = evaluate_text(c, query, twins, QNORM, {}, resamples=200).results.json
+    r = evaluate_text(c, query, twins, QNORM, {}, resamples=200).json
     d = r["magnitude"]["document"]["cohens_d"]
     assert d["corpus"]["ci"][0] > 2 and d["topk"]["ci"][0] > 0
     numbers = r["retrieval"]["q2d"]
@@ -143,8 +153,8 @@ def test_planted_lengths_are_seen_in_d_and_make_dot_better() -> None:
 
 def test_quick_numbers_are_the_evaluations() -> None:
     c = collection_of(excluded={3: [1]}, pairs=np.array([[q, q + 5] for q in range(12)]), gains=np.ones(12))
-    quick = quick_numbers(c, *vectors_of(c), QNORM)
-    numbers = evaluated(c).results.json["retrieval"]["q2d"]
+    quick = quick_rates(text_set(c, *vectors_of(c)), QNORM, [Direction.Q2D], ("ndcg@10", "success@1"))
+    numbers = evaluated(c).json["retrieval"]["q2d"]
     assert quick == {
         f"val_q2d_{rate}_{name}": pytest.approx(numbers[name][rate])
         for rate in ("ndcg@10", "success@1")
@@ -156,9 +166,8 @@ def test_gains_that_are_no_small_whole_numbers_are_our_own_ndcg() -> None:
     c = collection_of()
     for gains in (c.gains / 2, c.gains * 1e6):
         done = evaluated(replace(c, gains=gains))
-        assert "ndcg@10" not in done.results.json["evaluation"]["ir_measures"]
-        whole = evaluated(c).results.json["retrieval"]["q2d"]["cosine"]  # nDCG does not know the unit of gains
-        assert done.results.json["retrieval"]["q2d"]["cosine"]["ndcg@10"] == pytest.approx(whole["ndcg@10"])
+        whole = evaluated(c).json["retrieval"]["q2d"]["cosine"]  # nDCG does not know the unit of gains
+        assert done.json["retrieval"]["q2d"]["cosine"]["ndcg@10"] == pytest.approx(whole["ndcg@10"])
 
 
 def test_one_line_errors() -> None:
@@ -167,7 +176,7 @@ def test_one_line_errors() -> None:
     for q, d, native, words in (
         (query[1:], document, QNORM, r"query embeddings of shape \[11, 6\]: 12 rows"),
         (query, document[:, :0], QNORM, "document embeddings of shape"),
-        (query, document[:, :3], QNORM, "must share D"),
+        (query, document[:, :3], QNORM, "one dimension for all"),
         (query, document * 1e20, QNORM, "divide all embeddings"),
         (query * float("nan"), document, QNORM, "row 0 holds NaN"),
         (query, document, Exponents(1.0, float("inf")), "must be finite"),
@@ -221,7 +230,7 @@ def test_zero_shot_equals_sentence_transformers_evaluator(cranfield) -> None:
     evaluator.embed_inputs = lambda model, texts, encode_fn_name, **_: query if encode_fn_name == "query" else document
     theirs = evaluator.compute_all_metrics(None)["cosine"]
     binary = replace(c, gains=np.ones_like(c.gains))
-    ours = evaluate_text(binary, query, document, COSINE, {}, resamples=2).results.json["retrieval"]["q2d"]["native"]
+    ours = evaluate_text(binary, query, document, COSINE, {}, resamples=2).json["retrieval"]["q2d"]["native"]
     for rate, value in (
         ("ndcg@10", theirs["ndcg@k"][10]),
         ("mrr@10", theirs["mrr@k"][10]),
@@ -239,16 +248,19 @@ def test_graded_cranfield_is_ir_measures_on_the_written_files(cranfield, tmp_pat
 
     c, query, document = cranfield
     assert set(c.gains) > {1.0}
-    done = evaluate_text(c, query, document, QNORM, {}, resamples=2)
+    done = evaluate_text(c, query, document, QNORM, {}, resamples=2, depth=100)
     write_qrels(tmp_path / "qrels.trec", c)
-    for name, ranked in done.runs.items():
-        write_run(tmp_path / "run.trec", c, ranked, "t", 100)
+    data = text_set(c, query, document)
+    for name, ranking in done.lists.items():
+        exponents = QNORM if name == "native" else Normalization(name).exponents
+        scores = list_scores(data, Direction.Q2D, ranking, exponents)
+        write_run(tmp_path / "run.trec", c, ranking, scores, "t", 100)
         theirs = ir_measures.calc_aggregate(
             [ir_measures.nDCG @ 10, ir_measures.R @ 100, ir_measures.RR @ 10, ir_measures.Success @ 1],
             ir_measures.read_trec_qrels(str(tmp_path / "qrels.trec")),
             ir_measures.read_trec_run(str(tmp_path / "run.trec")),
         )
-        numbers = done.results.json["retrieval"]["q2d"][name]
+        numbers = done.json["retrieval"]["q2d"][name]
         names = {"nDCG@10": "ndcg@10", "R@100": "recall@100", "RR@10": "mrr@10", "Success@1": "success@1"}
         assert len(theirs) == len(names)
         for measure, value in theirs.items():

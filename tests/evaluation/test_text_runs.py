@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ir_measures
 import numpy as np
@@ -11,18 +13,23 @@ import pytest
 
 from mmclip import metrics
 from mmclip.errors import UserError
-from mmclip.evaluation.trec import RankedList, measure_list, measure_run, read_run, write_qrels, write_run
-from tests.evaluation.test_text_evaluation import collection_of, evaluated
+from mmclip.evaluation.eval_set import text_set
+from mmclip.evaluation.evaluate import list_scores
+from mmclip.evaluation.trec import measure_run, read_run, write_qrels, write_run
+from mmclip.similarity import Direction, Normalization
+from tests.evaluation.test_text_evaluation import QNORM, collection_of, evaluated, vectors_of
 
 RATES = ("ndcg@10", "recall@100", "mrr@10", "success@1")
 
 
 def test_what_is_written_is_read_back_and_measured_alike(tmp_path: Path) -> None:
     c = collection_of(n_q=20, n_d=150)
-    done = evaluated(c)
+    done = evaluated(c, depth=100)
+    data = text_set(c, *vectors_of(c))
     write_qrels(tmp_path / "q", c)
-    for name, ranked in done.runs.items():
-        write_run(tmp_path / "r", c, ranked, "tag", 100)
+    for name, ranking in done.lists.items():
+        exponents = QNORM if name == "native" else Normalization(name).exponents
+        write_run(tmp_path / "r", c, ranking, list_scores(data, Direction.Q2D, ranking, exponents), "tag", 100)
         run, notes = read_run(tmp_path / "r", c)
         assert notes == [] and all(len(found) == 100 for found in run.values())
         theirs = {
@@ -33,31 +40,29 @@ def test_what_is_written_is_read_back_and_measured_alike(tmp_path: Path) -> None
                 ir_measures.read_trec_run(str(tmp_path / "r")),
             ).items()
         }
-        ours, listed = measure_run(c, run, RATES), measure_list(c, ranked, RATES)
+        ours = measure_run(c, run, RATES)
         for rate, measure in zip(RATES, ("nDCG@10", "R@100", "RR@10", "Success@1"), strict=True):
             assert ours[rate].mean() == pytest.approx(theirs[measure])
-            assert np.allclose(ours[rate], listed[rate])  # no score of these ties
-            assert np.allclose(listed[rate], done.results.query_values("retrieval", "q2d", name, rate), atol=1e-6)
+            assert np.allclose(ours[rate], done.query_values("retrieval", "q2d", name, rate), atol=1e-6)  # without ties
 
 
 def test_lines_are_the_trec_form_in_our_order_with_the_real_scores(tmp_path: Path) -> None:
     c = collection_of(n_q=2, n_d=3, pairs=np.array([[0, 2], [1, 0]]), gains=np.array([3.0, 1.0]))
-    ranked = RankedList(np.array([0, 1]), np.array([[1, 2], [0, 1]]), np.array([[0.5, 0.5], [2.25, -1.0]]))
-    write_run(tmp_path / "r", c, ranked, "t", 2)
+    ranking: Any = SimpleNamespace(queries=np.array([0, 1]), top_ids=np.array([[1, 2], [0, 1]]))
+    scores = np.array([[0.5, 0.5], [2.25, -1.0]])
+    write_run(tmp_path / "r", c, ranking, scores, "t", 2)
     write_qrels(tmp_path / "q", c)
     assert (tmp_path / "r").read_text() == "q0 Q0 d1 1 0.5 t\nq0 Q0 d2 2 0.5 t\nq1 Q0 d0 1 2.25 t\nq1 Q0 d1 2 -1 t\n"
     assert (tmp_path / "q").read_text() == "q0 0 d2 3\nq1 0 d0 1\n"
-    # the tie counts against the model in the list, and by id in the file, as ir_measures breaks it
-    assert measure_list(c, ranked, ["mrr@10"])["mrr@10"].tolist() == [0.5, 1.0]
-    write_run(tmp_path / "r", c, ranked, "t", 1)
+    write_run(tmp_path / "r", c, ranking, scores, "t", 1)
     assert len((tmp_path / "r").read_text().splitlines()) == 2
 
 
 def test_only_what_ir_measures_can_tell_is_asked_of_it() -> None:
     c = collection_of()
-    ranked = evaluated(c).runs["dot"]
-    assert set(measure_list(c, ranked, metrics.TEXT_RATES)) == set(metrics.TEXT_RATES) - {"map"}
-    assert measure_list(replace(c, gains=c.gains / 2), ranked, ["ndcg@10", "map"]) == {}
+    run = {name: {"d0": 1.0} for name in c.query_ids}
+    assert set(measure_run(c, run, metrics.TEXT_RATES)) == set(metrics.TEXT_RATES) - {"map"}
+    assert measure_run(replace(c, gains=c.gains / 2), run, ["ndcg@10", "map"]) == {}
 
 
 def test_somebodys_run_may_leave_queries_out_and_name_others(tmp_path: Path) -> None:

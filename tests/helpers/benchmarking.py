@@ -18,7 +18,7 @@ from mmclip import load_model, metrics
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.evaluation.clip_benchmark import main
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization, score
@@ -113,7 +113,7 @@ def assert_equal_within_ties(found: dict[str, float], run: Path, data: Path, sco
     """
     model, runner = load_model(str(run)), Runner(torch.device("cpu"), progress=False)
     opened = open_data(str(data), purpose="eval")
-    rows = EvalSource.open(opened, {}, model, runner).eval_data(model, runner)
+    rows = EvalSource.open(opened, {}, model, runner).embed(model, runner)
     exponents = native_exponents(model.metadata) if scoring == "native" else Normalization(scoring).exponents
     tied = {}
     for direction in CLIP_DIRECTIONS:

@@ -25,7 +25,7 @@ import torch
 from mmclip.commands.train import run as train
 from mmclip.config import TrainConfig, parse
 from mmclip.embeddings import trunk_cache
-from mmclip.evaluation.eval_source import EvalSource
+from mmclip.evaluation.eval_set import EvalSource
 from mmclip.training import checkpoint as checkpoints
 from mmclip.training import log as runlog
 from mmclip.training.step import Stepper
@@ -90,7 +90,7 @@ def plan(moment: str, rng: random.Random, seconds: float) -> None:
         "checkpoint": (torch, "save", half_of_a_checkpoint, 3),
         "pointer": (checkpoints, "write_text_atomically", before, 3),
         "line": (runlog.RunLog, "write", half_of_a_line, 5),
-        "validation": (EvalSource, "quick_numbers", before, 2),
+        "validation": (EvalSource, "embed", before, 2),
         "export": (checkpoints, "save_file", half_of_a_file, 1),
         "cache": (trunk_cache, "save_file", half_of_a_file, 6),
         "reasons": (trunk_cache, "write_atomically", before, 6),

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mmclip.evaluation.eval_set import Distractors, EvalData
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import Results, save_results
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank
 from mmclip.similarity import Direction, Exponents
+from tests.helpers.evaluating import evaluate_clip
 
 N, CAPTIONS, DIM = 40, 3, 16
 VOID = {"meta", "link", "img", "source", "line", "br"}  # tags that nothing closes
 QNORM, COSINE = Exponents(1.0, 0.0), Exponents(1.0, 1.0)
 
 
-def planted(seed: int = 0, noise: float = 1.5, captions: Sequence[str] | None = None) -> EvalData:
+def planted(seed: int = 0, noise: float = 1.5, captions: Sequence[str] | None = None) -> Embeddings:
     """40 pictures with three captions each, 10 distractors a side."""
     gen = torch.Generator().manual_seed(seed)
     image = torch.randn(N, DIM, generator=gen)
     text = image.repeat_interleave(CAPTIONS, 0) + noise * torch.randn(N * CAPTIONS, DIM, generator=gen)
     extra = [torch.randn(10, DIM, generator=gen) for _ in range(2)]
-    return EvalData(
+    return Embeddings(
         image=image,
         text=text,
         pairs=torch.tensor([[t // CAPTIONS, t] for t in range(len(text))]),
-        image_keys=[f"k{i:03}.png" for i in range(N)],
+        image_ids=[f"k{i:03}.png" for i in range(N)],
         captions=list(captions or [f"caption {t} of picture {t // CAPTIONS}" for t in range(len(text))]),
         distractors=[Distractors("distractors", *extra)],
     )
@@ -59,7 +59,7 @@ def make_run(
         **about,
     }
     backwards: Any = {"scales": {Direction.I2T: 2.0}, "bank": Bank(TRANSDUCTIVE)} if bank else {}
-    results = evaluate(planted(0, noise, captions), native, facts, resamples=30, **backwards)
+    results = evaluate_clip(planted(0, noise, captions), native, facts, resamples=30, **backwards)
     save_results(results, folder)
     (folder / "config.yaml").write_text(f"loss: {loss}\nnorm: {norm}\nlr: 0.001\n", encoding="utf-8")
     lines: list[dict[str, float]] = [{"step": s, "loss": 5 / s} for s in (1, 10, 20, 30)]

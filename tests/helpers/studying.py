@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from mmclip.config import StudyConfig, TrainConfig
-from mmclip.evaluation.eval_set import EvalData
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.embeddings.files import Embeddings
 from mmclip.evaluation.results import Results
 from mmclip.retrieval.hubness import Bank
 from mmclip.similarity import Direction, Exponents, Normalization
 from mmclip.study.arms import Arm
 from mmclip.study.plan import Plan, plan_study
+from tests.helpers.evaluating import evaluate_clip
 
 ARMS = "arms:\n  - {loss: sym, norm: cosine}\n"
 N, CAPTIONS, DIM = 60, 2, 16
@@ -72,8 +72,10 @@ def planted_run(
     evidence = Bank("train", {"text": text[::2], "image": image[::2]}) if bank else None
     pairs = torch.stack([own, torch.arange(len(own))], 1)
     keys, captions = [f"k{i}" for i in range(N)], [f"caption {t}" for t in range(len(own))]
-    data = EvalData(image, text, pairs, keys, captions)
-    return evaluate(data, exponents, facts, resamples=resamples, scales=dict.fromkeys(directions, 14.0), bank=evidence)
+    data = Embeddings(image, text, pairs, keys, captions)
+    return evaluate_clip(
+        data, exponents, facts, resamples=resamples, scales=dict.fromkeys(directions, 14.0), bank=evidence
+    )
 
 
 def planted_arm(

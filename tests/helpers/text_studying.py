@@ -13,9 +13,9 @@ import torch
 from mmclip.config import TextTrainConfig
 from mmclip.data.beir import TextCollection
 from mmclip.evaluation.results import Results
-from mmclip.evaluation.text_evaluation import evaluate_text
 from mmclip.similarity import Exponents, Normalization
 from mmclip.study.text_study import TextArm
+from tests.helpers.evaluating import evaluate_text
 
 N, QUERIES, DIM = 90, 70, 12
 INSIDE, OUTSIDE = "scifact-test", "cranfield-test"
@@ -58,7 +58,7 @@ def planted(name: str, n: int, seed: int, norm: str, noise: float, lengths: floa
         "seed": seed,
         "trained_with": {"task": "text", "loss": "q2d", "norm": norm, "q2d_weight": 1.0} | exponents._asdict(),
     }
-    return evaluate_text(data, query, document, exponents, facts, resamples=40).results
+    return evaluate_text(data, query, document, exponents, facts, resamples=40)
 
 
 def settings(norm: str, **more: Any) -> TextTrainConfig:

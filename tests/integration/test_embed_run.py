@@ -19,14 +19,13 @@ from mmclip.config import EmbedConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
-from mmclip.embeddings.files import SavedEmbeddings, load_embeddings
+from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.errors import UserError
-from mmclip.evaluation.bank import draw_bank
-from mmclip.evaluation.eval_source import EvalSource
-from mmclip.evaluation.evaluate import evaluate
+from mmclip.evaluation.eval_set import EvalSource, draw_bank
 from mmclip.models.factory import ClipModel
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.hubness import log_evidence
+from tests.helpers.evaluating import evaluate_clip
 from tests.helpers.tiny import run_script
 
 RUNNER = Runner(torch.device("cpu"), progress=False)
@@ -50,7 +49,7 @@ def written(learned_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def saved(written: Path) -> SavedEmbeddings:
+def saved(written: Path) -> Embeddings:
     return load_embeddings(written)
 
 
@@ -59,26 +58,26 @@ def model(learned_run: Path) -> ClipModel:
     return load_model(str(learned_run))
 
 
-def test_the_file_is_evaluated_as_the_model_is(saved: SavedEmbeddings, model: ClipModel, tiny_data: Path) -> None:
+def test_the_file_is_evaluated_as_the_model_is(saved: Embeddings, model: ClipModel, tiny_data: Path) -> None:
     main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
-    live = EvalSource.open(main, {"distractors": extra}, model, RUNNER).eval_data(model, RUNNER)
-    data = saved.eval_data()
+    live = EvalSource.open(main, {"distractors": extra}, model, RUNNER).embed(model, RUNNER)
+    data = saved
     assert data.fingerprint() == live.fingerprint()
-    native = native_exponents(saved.facts)
+    native = native_exponents(saved.metadata)
     assert native == native_exponents(model.metadata)
-    found, wanted = (evaluate(d, native, {}, resamples=20).json for d in (data, live))
+    found, wanted = (evaluate_clip(d, native, {}, resamples=20).json for d in (data, live))
     assert found == wanted and set(found["pools"]) == {"full", "distractors"}
 
 
-def test_ids_are_the_images_with_a_number_for_each_caption(saved: SavedEmbeddings) -> None:
+def test_ids_are_the_images_with_a_number_for_each_caption(saved: Embeddings) -> None:
     assert len(set(saved.image_ids)) == 24 and saved.owner == [row for row in range(24) for _ in range(5)]
     assert saved.text_ids[:6] == [f"{saved.image_ids[0]}#{n}" for n in range(5)] + [f"{saved.image_ids[1]}#0"]
 
 
 def test_the_evidence_is_that_of_drawn_training_captions(
-    saved: SavedEmbeddings, model: ClipModel, tiny_data: Path, learned_run: Path
+    saved: Embeddings, model: ClipModel, tiny_data: Path, learned_run: Path
 ) -> None:
-    assert saved.facts == model.metadata and saved.model == str(learned_run)
+    assert saved.metadata == model.metadata and saved.model == str(learned_run)
     alpha = model.metadata["logit_scale_i2t"]
     assert saved.alpha == {"i2t": alpha, "t2i": None}
     bank = bank_of(tiny_data, "text", model, BANK_SIZE)
@@ -127,7 +126,7 @@ def test_random_weights_are_written_for_numpy_and_have_no_evidence(
     done = run_script("embed.py", *flags)
     assert done.returncode == 0, done.stderr
     found = load_embeddings(tmp_path / "x.npz")
-    assert (found.facts, found.alpha, found.evidence) == ({}, {"i2t": None, "t2i": None}, {})
+    assert (found.metadata, found.alpha, found.evidence) == ({}, {"i2t": None, "t2i": None}, {})
     done = run_script("embed.py", *flags, "--bank", tiny_data)
     assert done.returncode == 2 and "has no scale of" in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1].startswith("error: --bank: ")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmclip.commands.evaluate import run as evaluate_model
+from mmclip.commands.evaluate import run as run_evaluate
 from mmclip.config import EvaluateConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
@@ -50,7 +50,7 @@ def test_damaged_results_are_one_line_that_names_the_run(
 ) -> None:
     change(run / "results.json", edit)
     with pytest.raises(UserError, match=r"run: not the whole results of an evaluated run|results\.json") as error:
-        evaluate_model(EvaluateConfig(compare=[str(run)]))
+        run_evaluate(EvaluateConfig(compare=[str(run)]))
     assert "\n" not in str(error.value) and capsys.readouterr().out == ""
 
 
@@ -69,7 +69,7 @@ def test_damaged_arrays_and_deep_json_are_one_line(run: Path) -> None:
 def test_a_control_that_lacks_what_a_verdict_reads_is_one_line(run: Path) -> None:
     change(run / "results.json", lambda r: r["trained_with"].update({"loss": 7}))
     with pytest.raises(UserError) as error:
-        evaluate_model(EvaluateConfig(compare=[str(run)], control=str(run)))
+        run_evaluate(EvaluateConfig(compare=[str(run)], control=str(run)))
     assert "\n" not in str(error.value)
 
 
@@ -82,4 +82,4 @@ def test_results_of_files_whose_names_are_not_utf8_are_kept(tmp_path: Path) -> N
 
 def test_a_picture_without_a_name_is_refused_before_anything_is_read() -> None:
     with pytest.raises(UserError, match="--plot ''"):
-        evaluate_model(EvaluateConfig(compare=["nowhere"], plot=""))
+        run_evaluate(EvaluateConfig(compare=["nowhere"], plot=""))

@@ -13,15 +13,15 @@ import pytest
 import torch
 from scipy.stats import binom, norm
 
+from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.comparison import verdict
 from mmclip.evaluation.diagnostics import diagnose
-from mmclip.evaluation.eval_set import Distractors, EvalData
-from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results
 from mmclip.metrics.auc import length_auc
 from mmclip.metrics.magnitude import length_effects
 from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import Exponents, Normalization
+from tests.helpers.evaluating import evaluate_clip
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
 QUERIES, OWN, OTHERS, DIM = 60, 5, 5, 32  # each query's ten best by cosine are its own five and five distractors
@@ -42,7 +42,7 @@ def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def planted(seed: int, d: float) -> tuple[EvalData, np.ndarray]:
+def planted(seed: int, d: float) -> tuple[Embeddings, np.ndarray]:
     """(image queries with captions and caption distractors, [Q OWN + Q OTHERS] lengths of the captions, then theirs).
 
     Lengths are normal with standard deviation 1; those of relevant captions have a mean larger by ``d``, the population
@@ -56,18 +56,18 @@ def planted(seed: int, d: float) -> tuple[EvalData, np.ndarray]:
     near = np.concatenate([np.repeat(image, n, axis=0) for n in (OWN, OTHERS)])
     vectors = torch.tensor(unit(near + 0.5 * rng.normal(size=near.shape)) * lengths[:, None])
     n = QUERIES * OWN
-    data = EvalData(
+    data = Embeddings(
         image=torch.tensor(image),
         text=vectors[:n],
         pairs=torch.tensor([[t // OWN, t] for t in range(n)]),
-        image_keys=[str(i) for i in range(QUERIES)],
+        image_ids=[str(i) for i in range(QUERIES)],
         captions=["a caption"] * n,
         distractors=[Distractors("distractors", text=vectors[n:])],
     )
     return data, lengths
 
 
-def ranked(data: EvalData) -> tuple[Ranking, np.ndarray, np.ndarray]:
+def ranked(data: Embeddings) -> tuple[Ranking, np.ndarray, np.ndarray]:
     """(cosine ranking over captions and distractors, clusters of its queries, clusters of its documents)."""
     documents = torch.cat([data.text, data.distractors[0].text])
     exponents = {"cosine": Normalization.COSINE.exponents}
@@ -105,7 +105,7 @@ def test_intervals_of_d_and_of_auc_cover_what_was_planted(d):
 def test_an_evaluation_reports_the_planted_d():
     found: dict[str, list[list[float]]] = {"topk": [], "corpus": []}
     for seed in range(20):
-        results = evaluate(planted(seed, 0.5)[0], QNORM, {}, resamples=RESAMPLES, seed=seed)
+        results = evaluate_clip(planted(seed, 0.5)[0], QNORM, {}, resamples=RESAMPLES, seed=seed)
         section = results.json["pools"]["distractors"]["magnitude"]["text"]["cohens_d"]
         for name, values in found.items():
             values.append([section[name]["value"], *section[name]["ci"]])
@@ -135,8 +135,8 @@ def twins(rng: Rng, lengths: np.ndarray, native: Exponents, loss: str, relevant:
     text = np.repeat(scenes, 2, axis=0) + 0.8 * rng.normal(size=(2 * n, 24))
     names = [str(i) for i in range(2 * n)]
     pairs = torch.tensor(np.column_stack([relevant, np.arange(2 * n)]))
-    data = EvalData(torch.tensor(unit(image) * lengths[:, None]), torch.tensor(text), pairs, names, names)
-    return evaluate(data, native, {"trained_with": {"loss": loss}}, resamples=20)
+    data = Embeddings(torch.tensor(unit(image) * lengths[:, None]), torch.tensor(text), pairs, names, names)
+    return evaluate_clip(data, native, {"trained_with": {"loss": loss}}, resamples=20)
 
 
 def verdicts(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mmclip.errors import UserError
-from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.reporting.page import write_report
+from tests.helpers.evaluating import evaluate_clip
 from tests.helpers.reporting import COSINE, QNORM, Page, make_pictures, make_run, planted
 from tests.helpers.tiny import run_script
 
@@ -257,7 +257,7 @@ def test_a_report_does_not_depend_on_how_often_it_is_written(runs, tmp_path):
 
 
 def test_vectors_without_a_model_or_pictures_have_a_report(tmp_path):
-    results = evaluate(planted(), COSINE, {"model": None, "data": {"path": "vectors.npz"}}, resamples=10)
+    results = evaluate_clip(planted(), COSINE, {"model": None, "data": {"path": "vectors.npz"}}, resamples=10)
     save_results(results, tmp_path / "run")
     page = Page(write_report({"vectors": tmp_path / "run"}, tmp_path / "r.html"))
     assert "None" not in page.words.split()

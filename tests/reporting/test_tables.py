@@ -11,14 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.comparison import verdict
-from mmclip.evaluation.eval_set import Distractors, EvalData
-from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results
 from mmclip.reporting.figures import tradeoff_figure, write_png
 from mmclip.reporting.table_parts import make_console
 from mmclip.reporting.tables import groups_table, notes, print_comparison, print_run, print_verdict, runs_table
 from mmclip.similarity import Exponents
+from tests.helpers.evaluating import evaluate_clip
 
 HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字" + "n" * 80
 N = 40
@@ -29,11 +29,11 @@ def run_of(native: Exponents, loss: str, name: str = "m", seed: int = 0) -> Resu
     image = torch.randn(N, 12, generator=gen)
     text = image.repeat_interleave(2, 0) + torch.randn(2 * N, 12, generator=gen)
     own = torch.Generator().manual_seed(seed)
-    data = EvalData(
+    data = Embeddings(
         image=image * (1 + torch.rand(N, 1, generator=own)),
         text=text,
         pairs=torch.tensor([[t // 2, t] for t in range(2 * N)]),
-        image_keys=[HOSTILE + str(i) for i in range(N)],
+        image_ids=[HOSTILE + str(i) for i in range(N)],
         captions=[HOSTILE + " word" * (t % 12) for t in range(2 * N)],
         levels=["full", HOSTILE] * N,
         n_objects=[i % 4 for i in range(N)],
@@ -41,7 +41,7 @@ def run_of(native: Exponents, loss: str, name: str = "m", seed: int = 0) -> Resu
             Distractors("distractors", torch.randn(9, 12, generator=gen), torch.randn(9, 12, generator=gen) * 50)
         ],
     )
-    return evaluate(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=60)
+    return evaluate_clip(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=60)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_a_narrow_console_cuts_names_not_numbers(runs):
 
 def test_ties_and_a_clamped_k_are_told(runs):
     x = torch.ones(4, 3)
-    data = EvalData(x, x, torch.tensor([[i, i] for i in range(4)]), list("abcd"), list("abcd"))
-    tied = evaluate(data, Exponents(1.0, 0.0), {"model": "m"}, resamples=10)
+    data = Embeddings(x, x, torch.tensor([[i, i] for i in range(4)]), list("abcd"), list("abcd"))
+    tied = evaluate_clip(data, Exponents(1.0, 0.0), {"model": "m"}, resamples=10)
     assert "tied queries, at most 4 i2t, 4 t2i: counted against the model" in notes({"m": tied})
     assert "at most 4 i2t" in printed(print_run, tied)
     assert "i2t has 4 candidates: success@5, success@10, recall@5, mrr@10, ndcg@10 take all of them" in notes(

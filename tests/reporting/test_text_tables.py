@@ -11,12 +11,12 @@ from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdict, verdicts
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.significance import against_first, significance
-from mmclip.evaluation.text_evaluation import evaluate_text
 from mmclip.reporting.diagnostics_table import diagnostics_table
 from mmclip.reporting.table_parts import make_console
 from mmclip.reporting.text_tables import files_table, print_text_comparison, print_text_run, text_notes
 from mmclip.similarity import Exponents
 from tests.evaluation.test_text_evaluation import COSINE, QNORM, collection_of, vectors_of
+from tests.helpers.evaluating import evaluate_text
 
 HOSTILE = "[red]x[/red] \x1b[31m\n\u202e 漢字" + "n" * 80
 
@@ -27,9 +27,7 @@ def run_of(native: Exponents = QNORM, loss: str = "q2d", seed: int = 0, model: s
     relevant = document.index_select(0, _first(c))
     query = relevant + 0.4 * vectors_of(c, 2 + seed)[0]
     said = {"task": "text", "loss": loss, "q2d_weight": None, "gamma_q": native.gamma_q, "gamma_d": native.gamma_d}
-    return evaluate_text(
-        c, query, document, native, {"model": model, "trained_with": said | facts}, resamples=50
-    ).results
+    return evaluate_text(c, query, document, native, {"model": model, "trained_with": said | facts}, resamples=50)
 
 
 def _first(c):
@@ -75,7 +73,7 @@ def test_a_comparison_shows_difference_p_and_what_could_be_seen() -> None:
     assert report["ndcg@10"]["delta"] == pytest.approx(found["better"]["delta"])
     assert "recall@100" in report and "p_holm" not in significance({"a": runs["first"], "b": runs["better"]})["b"]
     other = collection_of(n_q=60, n_d=91, seed=1)
-    alien = evaluate_text(other, *vectors_of(other), QNORM, {"model": "a"}, resamples=5).results
+    alien = evaluate_text(other, *vectors_of(other), QNORM, {"model": "a"}, resamples=5)
     with pytest.raises(UserError, match="different data"):
         significance({"a": runs["first"], "b": alien})
 

@@ -38,11 +38,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mmclip.console import progress_bar
 from mmclip.data.scenes.drawing import draw_nothing, draw_picture, png_bytes
 from mmclip.data.scenes.plan import Sample, plan_informative, plan_uninformative
 from mmclip.data.scenes.world import SceneTable
 from mmclip.errors import UserError
-from mmclip.training.log import progress_bar
 
 VARIANTS = ("scenes", "scenes-uninformative")
 SPLITS = ("train", "test", "distractors")
