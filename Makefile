@@ -1,6 +1,6 @@
 # make demo    set everything up, train on the built-in scenes, compare both retrieval directions
 # make test    set everything up, pass the tests
-# make check   style and types
+# make check   style, types and the layers of imports
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test check clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python scripts/demo.py
+	$(BIN)/mmclip demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -17,6 +17,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,11 +25,11 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,text,clip-benchmark,serving]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,text,clip-benchmark,serving,tensorboard]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,text,clip-benchmark,serving,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test,text,clip-benchmark,serving,tensorboard,dev]'
 	touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -221,7 +222,7 @@ class ClipRunConfig(Config):
     """Measure N steps after a few to warm up: samples a second, MFU, peak memory and where the time goes. No run folder,
     no validation."""
     val_steps: Count | None = None  # Steps between validations of both directions [an epoch]
-    report_to: Annotated[str, one_of("none", "tensorboard")] = "none"  # tensorboard also writes TensorBoard files.
+    report_to: Annotated[str, one_of("none", "tensorboard")] = "none"  # Further logs, of the extra [tensorboard].
     compare: list[str] | None = None  # Finished runs to compare this one with at the end.
 
 
@@ -260,6 +261,8 @@ class TrainConfig(
         super().__post_init__()
 
     def check(self) -> None:
+        if self.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise UserError("--report-to tensorboard: not installed: pip install 'mmclip[tensorboard]'")
         if self.resume == "latest" and self.name is None:
             raise UserError("--resume latest needs --name, the run to continue")
         for name, why in (
@@ -283,7 +286,7 @@ class EncodeConfig(DeviceConfig, ImageFilesConfig):
     """Model and data to encode, and the query bank."""
 
     model: str | None = None
-    """Model: a run, its model/ folder, local-dir:FOLDER, an open_clip name, a model config JSON, or a checkpoint file."""
+    """Model: a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name, or a model config JSON."""
     pretrained: str | None = None  # Weights for a model name or JSON: an open_clip tag or a checkpoint file.
     data: str = SCENES  # Data to encode: a folder in clip-benchmark's layout, shards, a CSV, or builtin:…
     split: str | None = None  # Split of a folder [test, else val]
