@@ -1,8 +1,10 @@
-"""The project holds to what it says: imports point one way, the README's code runs, configs say what they cost."""
+"""The project holds to what it says: imports follow the layers, the README's code runs, configs say what they cost."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,14 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from mmclip.config import CONFIGS, TrainConfig, read_yaml, values_of
+from mmclip.cli import COMMANDS
+from mmclip.config import CONFIGS, TrainConfig, load_config
 
 
-def test_scripts_are_thin(root: Path) -> None:
+def test_imports_follow_the_layers(root: Path) -> None:
+    """The contract in pyproject.toml; that it can break is import-linter's own promise."""
+    lint = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    if lint is None:
+        pytest.skip("import-linter is not installed")
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([lint, "--no-cache"], cwd=root, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[done.stdout.find("Broken contracts") :]
+
+
+def test_scripts_are_the_commands(root: Path) -> None:
+    started = set()
     for path in (root / "scripts").glob("*.py"):
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        assert len(lines) <= 80, f"{path.name} has {len(lines)} lines"
-        assert 'if __name__ == "__main__":' in lines, f"{path.name} would run when imported"
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 12 and 'if __name__ == "__main__":' in text, path.name
+        started |= set(re.findall(r'main\(\["([\w-]+)", \*sys.argv\[1:\]\]\)', text))
+    assert started == set(COMMANDS)
 
 
 def test_the_readmes_python_runs(root: Path, tmp_path: Path) -> None:
@@ -38,8 +53,7 @@ def test_configs_are_valid_and_open_with_command_cost_and_expectation(path: Path
     head = path.read_text(encoding="utf-8").split("\n\n")[0]
     words = [line.split()[1] for line in head.splitlines() if re.match(r"# [A-Z][a-z]+ {2,}", line)]
     assert words == ["Command", "Cost", "Expect"]
-    settings = TrainConfig(**values_of(TrainConfig, read_yaml(path)))
-    assert settings.model
+    assert load_config(TrainConfig, path).model
 
 
 def test_every_dependency_has_a_reason_and_a_range(root: Path) -> None:
@@ -56,7 +70,7 @@ def test_no_path_of_a_machine_and_no_host_is_in_the_tree(root: Path) -> None:
     if listed.returncode:
         pytest.skip("not a git checkout")
     for name in listed.stdout.split():
-        if (root / name).suffix in (".py", ".md", ".yaml", ".toml", ".json", "") and name != "LICENSE":
+        if (root / name).suffix in (".py", ".md", ".yaml", ".toml", ".json", ".cff", "") and name != "LICENSE":
             text = (root / name).read_text(encoding="utf-8")
             assert not re.search(r"/(home|root|work)/\w|index-url|find-links", text) or name.endswith(
                 "test_project.py"

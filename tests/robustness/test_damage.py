@@ -1,0 +1,239 @@
+"""Damaged inputs of every kind: the opener returns what it opens, or refuses in one line; never anything else, never a hang.
+
+Two kinds of damage: bytes anywhere in a file, and values in files that hold named values (JSON, YAML, tables), where they
+reach what stands behind the parser. Everything runs in process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.numpy import save_file
+
+from mmclip.config import StudyConfig, TrainConfig, load_config
+from mmclip.config.model_config import read_model_config
+from mmclip.data.beir import open_beir
+from mmclip.data.image_text import BadSample
+from mmclip.data.shards import open_data
+from mmclip.data.text_pairs import open_pairs
+from mmclip.embeddings.files import load_embeddings
+from mmclip.errors import UserError
+from mmclip.study.plan import plan_study
+from mmclip.tasks.sts import open_sts
+from mmclip.training.checkpoint import FORMAT, load_checkpoint
+from tests.helpers.tiny import MODEL
+
+SPECIAL = (b"", b"\0", b"\xff\xfe", b"\n", b"\r\n", b'"', b"\t", b"{", b"[" * 500, b"9" * 400, b"-1", b"NaN", b"1e999", b"null",
+           b"\x1b[31m", "\u202e".encode(), b"../../x", b"/dev/zero", b"!!python/object/apply:os.system [touch PWNED]")  # fmt: skip
+VALUES = ("", " ", "\0", "a\nb", "-1", "0", "1e999", "nan", "null", "~", "true", "[]", "{}", "[a, [b]]", "x" * 5000, "../../x",
+          "/dev/zero", "{0..99999999}.tar", "${NO_SUCH", "${NO_SUCH}", "\u202eabc", 0, -1, 7.5, 1e300, 10**30, True, None,
+          [], {}, ["x"], [[1]], {"x": 1})  # fmt: skip
+
+
+def jpeg() -> bytes:
+    file = io.BytesIO()
+    Image.radial_gradient("L").convert("RGB").resize((24, 16)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def write_tar(path: Path) -> None:
+    with tarfile.open(path, "w") as tar:
+        for i in range(4):
+            for name, content in ((f"{i}.jpg", jpeg()), (f"{i}.txt", f"caption {i}".encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def write_csv(path: Path) -> None:
+    (path.parent / "0.png").write_bytes(b"")
+    Image.new("RGB", (20, 20), "red").save(path.parent / "0.png")
+    path.write_text("filepath\ttitle\n" + "".join(f"0.png\tcaption {i}\n" for i in range(4)), encoding="utf-8")
+
+
+ARRAYS = {
+    "image": np.eye(4, dtype=np.float32),
+    "text": np.ones((6, 4), np.float32),
+    "image_ids": np.array(list("abcd")),
+    "text_ids": np.array(list("uvwxyz")),
+    "text_image_ids": np.array(list("aabbcd")),
+}
+
+
+def write_safetensors(path: Path) -> None:
+    names = {
+        k: np.frombuffer(json.dumps(v.tolist()).encode(), np.uint8) for k, v in ARRAYS.items() if v.dtype.kind == "U"
+    }
+    save_file({"image": ARRAYS["image"], "text": ARRAYS["text"], **names}, path)
+
+
+def write_beir(path: Path) -> None:
+    (path.parent / "qrels").mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"_id": f"d{i}", "title": "", "text": f"text {i}"}) + "\n" for i in range(4)))
+    (path.parent / "queries.jsonl").write_text(
+        "".join(json.dumps({"_id": f"q{i}", "text": f"query {i}"}) + "\n" for i in range(2))
+    )
+    (path.parent / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\td0\t1\nq1\td3\t2\n")
+
+
+def write_config(path: Path) -> None:
+    path.write_text(
+        "model: ViT-B-32\ntrain_data: data.tar\nlr: 1e-3\nlock_image: true\naug_cfg: [scale=0.9]\nwarmup: 0.1\n"
+    )
+
+
+def read_images(path: Path) -> Any:
+    data = open_data(str(path), None, "train")
+    for row in range(len(data)):
+        try:
+            data.read_image(row)
+        except BadSample as error:  # skipped, counted and named
+            assert str(error).isprintable()
+    return data
+
+
+class Case(NamedTuple):
+    """A good file and what opens it. damaged: another file of the same folder that is damaged instead."""
+
+    name: str
+    write: Callable[[Path], object]
+    open: Callable[[Path], object]
+    damaged: str = ""
+
+
+CASES = [
+    Case("data.tar", write_tar, read_images),
+    Case("pairs.csv", write_csv, read_images),
+    Case("arrays.npz", lambda path: np.savez(path, **ARRAYS), lambda path: load_embeddings(path).eval_data()),
+    Case("arrays.safetensors", write_safetensors, lambda path: load_embeddings(path).eval_data()),
+    Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test")),
+    Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), "queries.jsonl"),
+    Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), "qrels/test.tsv"),
+    Case("triples.tsv", lambda path: path.write_text("q0\tp0\tn0\nq1\tp1\tn1\n"), open_pairs),
+    Case("triples.jsonl", lambda path: path.write_text('{"query": "q", "positive": "p", "negative": "n"}\n' * 3), open_pairs),
+    Case("pairs.tsv", lambda path: path.write_text("score\tsentence1\tsentence2\n1.0\ta\tb\n0.5\tc\td\n0\te\tf\n"), open_sts),
+    Case("model.json", lambda path: path.write_text(json.dumps(MODEL)), lambda path: read_model_config(str(path))),
+    Case("config.yaml", write_config, lambda path: load_config(TrainConfig, path)),
+    Case("study_x.yaml", lambda path: path.write_text("seeds: [0, 1]\nlr: 1e-3\narms:\n  - {loss: sym, norm: [cosine, dot]}\n"),
+         lambda path: plan_study(StudyConfig(config=str(path), logs=str(path.parent)))),
+    Case("step.pt", lambda path: torch.save({"format": FORMAT, "step": 3, "weights": {"a": torch.ones(9)}}, path), load_checkpoint),
+]  # fmt: skip
+IDS = [case.damaged or case.name for case in CASES]
+
+
+def check(case: Case, path: Path) -> None:
+    """Open it. Any exception but these two is a fault, and so is a line that is none."""
+    try:
+        assert case.open(path) is not None
+    except UserError as error:
+        assert str(error) and str(error).isprintable() and len(str(error)) <= 4000, repr(str(error))
+    except OSError as error:
+        assert error.strerror or str(error)
+    assert not Path("PWNED").exists()
+
+
+def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(len(content) + 1)
+        end = min(len(content), at + rng.choice((0, 1, 1, 8, 512)))
+        piece = rng.choice(
+            (rng.choice(SPECIAL), bytes([rng.randrange(256)]), content[at:end] * 2, rng.randbytes(end - at))
+        )
+        content = rng.choice((content[:at] + piece + content[end:], content[:at] + piece + content[end:], content[:at]))
+    return content
+
+
+def damaged_value(value: Any, rng: random.Random) -> Any:
+    """A copy with one thing replaced, dropped or added, at any depth."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+        return rng.choice(VALUES)
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key = rng.choice(keys)
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if rng.random() < 0.15:
+        del copy[key]
+    elif isinstance(copy, dict) and rng.random() < 0.2:
+        copy[str(rng.choice(VALUES))] = copy.pop(key)
+    else:
+        copy[key] = damaged_value(value[key], rng)
+    return copy
+
+
+def damaged_text(text: str, suffix: str, rng: random.Random) -> str:
+    """One value of one line in another's place."""
+    if suffix == ".json":
+        return json.dumps(damaged_value(json.loads(text), rng))
+    lines = text.splitlines()
+    at = rng.randrange(len(lines))
+    if suffix == ".jsonl":
+        lines[at] = json.dumps(damaged_value(json.loads(lines[at]), rng))
+    elif suffix == ".yaml":
+        value = rng.choice(VALUES)
+        lines[at] = f"{lines[at].partition(':')[0]}: {value if isinstance(value, str) else json.dumps(value)}"
+    else:
+        cells = lines[at].split("\t")
+        cells[rng.randrange(len(cells))] = str(rng.choice(VALUES))
+        lines[at] = "\t".join(rng.choice((cells, cells[::-1], cells[1:], [*cells, "x"])))
+    return "\n".join(lines) + "\n"
+
+
+quick = settings(max_examples=60, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries warn of what they read
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_damaged_bytes_are_read_or_refused_in_a_line(case: Case, tmp_path: Path, seed: int) -> None:
+    path = tmp_path / case.name
+    case.write(path)
+    target = tmp_path / case.damaged if case.damaged else path
+    target.write_bytes(damaged_bytes(target.read_bytes(), random.Random(seed)))
+    check(case, path)
+
+
+NAMED = [
+    case for case in CASES if Path(case.damaged or case.name).suffix in (".json", ".jsonl", ".yaml", ".csv", ".tsv")
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", NAMED, ids=[case.damaged or case.name for case in NAMED])
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_other_values_are_read_or_refused_in_a_line(case: Case, tmp_path: Path, seed: int) -> None:
+    path = tmp_path / case.name
+    case.write(path)
+    target = tmp_path / case.damaged if case.damaged else path
+    target.write_text(
+        damaged_text(target.read_text(encoding="utf-8"), target.suffix, random.Random(seed)), encoding="utf-8"
+    )
+    check(case, path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_good_file_opens(case: Case, tmp_path: Path) -> None:
+    case.write(tmp_path / case.name)
+    assert case.open(tmp_path / case.name) is not None
+
+
+def test_a_planted_fault_is_noticed(tmp_path: Path) -> None:
+    def breaks(path: Path) -> None:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        check(Case("x", lambda path: None, breaks), tmp_path)
+    with pytest.raises(AssertionError):
+        check(Case("x", lambda path: None, lambda path: None), tmp_path)
