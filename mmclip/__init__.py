@@ -1,25 +1,34 @@
-"""mmclip: CLIP and text retrieval training in which embedding length may carry relevance."""
+"""mmclip: CLIP and text retrieval training in which embedding norms may carry relevance.
+
+The public names are imported on first use, so that ``import mmclip`` and ``mmclip --help`` need no torch.
+"""
 
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["ContrastiveLoss", "Direction", "Exponents", "Normalization", "clip_loss", "load_model", "score"]
 
-_HOME = {
-    "ContrastiveLoss": "losses.contrastive",
-    "clip_loss": "losses.contrastive",
-    "load_model": "models.factory",
-    "Direction": "roles",
-    "Exponents": "roles",
-    "Normalization": "roles",
-    "score": "similarity",
+_HOME = {  # public name -> where it is defined
+    "ContrastiveLoss": "losses.contrastive.ContrastiveLoss",
+    "Direction": "roles.Direction",
+    "Exponents": "roles.Exponents",
+    "Normalization": "roles.Normalization",
+    "clip_loss": "losses.contrastive.clip_loss",
+    "evaluate": "evaluation.evaluate.evaluate",
+    "load_model": "models.factory.load_clip",
+    "rank": "retrieval.ranking.rank",
+    "score": "similarity.score",
 }
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names, imported when they are asked for: ``--help`` of a script need not wait for torch."""
     if name in _HOME:
         from importlib import import_module
 
-        return getattr(import_module(f"mmclip.{_HOME[name]}"), "load_clip" if name == "load_model" else name)
+        module, _, attribute = _HOME[name].rpartition(".")
+        return getattr(import_module(f"mmclip.{module}"), attribute)
     raise AttributeError(f"module 'mmclip' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

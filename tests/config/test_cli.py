@@ -81,3 +81,11 @@ def test_a_bug_keeps_its_traceback_and_an_interrupt_its_code(root: Path, error: 
 def test_shown_text_cannot_control_a_terminal() -> None:
     assert printable("a\x1b[31m\u202eb\nc") == "a\\x1b[31m\\u202eb\\nc"
     assert len(printable("x" * 5000)) == 300 and nearest("zzz", ["lr"]) == ""
+
+
+def test_public_names_exist_and_importing_them_is_lazy(root: Path) -> None:
+    code = "import sys, mmclip; assert 'torch' not in sys.modules and dir(mmclip) == sorted(mmclip.__all__); "
+    code += "assert all(getattr(mmclip, name) for name in mmclip.__all__); from mmclip import clip_loss, load_model"
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'lod_model'"):
+        importlib.import_module("mmclip").lod_model
