@@ -30,28 +30,8 @@ from mmclip.config.study import AdviseConfig, DemoConfig, StudyConfig
 from mmclip.config.text import RagConfig, StsConfig, TextEvaluateConfig, TextTrainConfig
 
 __all__ = [
-    "CONFIGS",
-    "AdviseConfig",
-    "Config",
-    "DemoConfig",
-    "DiagnoseConfig",
-    "EmbedConfig",
-    "EncodeConfig",
-    "EvaluateConfig",
-    "Flag",
-    "LossConfig",
-    "RagConfig",
-    "ReportConfig",
-    "StsConfig",
-    "StudyConfig",
-    "TextEvaluateConfig",
-    "TextModelConfig",
-    "TextTrainConfig",
-    "TrainConfig",
-    "find_config",
-    "from_settings",
-    "load_config",
-    "parse",
-    "read_yaml",
-    "values_of",
-]
+    "CONFIGS", "AdviseConfig", "Config", "DemoConfig", "DiagnoseConfig", "EmbedConfig", "EncodeConfig",
+    "EvaluateConfig", "Flag", "LossConfig", "RagConfig", "ReportConfig", "StsConfig", "StudyConfig",
+    "TextEvaluateConfig", "TextModelConfig", "TextTrainConfig", "TrainConfig", "find_config", "from_settings",
+    "load_config", "parse", "read_yaml", "values_of",
+]  # fmt: skip

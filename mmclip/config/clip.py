@@ -226,18 +226,8 @@ class ClipRunConfig(Config):
     compare: list[str] | None = None  # Finished runs to compare this one with at the end.
 
 
-class TrainConfig(
-    ClipRunConfig,
-    RunConfig,
-    DeviceConfig,
-    ClipOptimizationConfig,
-    OptimizationConfig,
-    ModelConfig,
-    ZeroShotConfig,
-    ImageFilesConfig,
-    DataConfig,
-    LossConfig,
-):
+class TrainConfig(ClipRunConfig, RunConfig, DeviceConfig, ClipOptimizationConfig, OptimizationConfig, ModelConfig,
+                  ZeroShotConfig, ImageFilesConfig, DataConfig, LossConfig):  # fmt: skip
     """Train a CLIP whose embedding norms may carry relevance, and compare both retrieval directions.
 
     Examples:

@@ -63,9 +63,7 @@ Inner = Annotated[float, Check("a number between 0 and 1, both excluded", lambda
 Fraction = Annotated[float, Check("a number above 0 and at most 1", lambda v: 0 < v <= 1)]
 STEPS = "a fraction of the run below 1, or a whole number of steps"
 Steps = Annotated[float, Check(STEPS, lambda v: 0 <= v < 1 or (v > 0 and v % 1 == 0))]
-FolderName = Annotated[
-    str, Check("a plain folder name, without slashes", lambda v: re.fullmatch(r"(?!\.{0,2}$)[^/\\]+", v))
-]
+FolderName = Annotated[str, Check("a plain folder name, without slashes", re.compile(r"(?!\.{0,2}$)[^/\\]+").fullmatch)]
 ExistingPath = Annotated[str, Check("an existing file or folder", lambda v: Path(v).exists())]
 ExistingFile = Annotated[str, Check("an existing file", lambda v: Path(v).is_file())]
 ExistingFolder = Annotated[str, Check("an existing folder", lambda v: Path(v).is_dir())]
@@ -303,40 +301,20 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, prog: str | None = No
 def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, Any]:
     """The values of the flags on the command line; --help prints it and leaves."""
     import tyro
-    from tyro.constructors import PrimitiveConstructorSpec
 
     flags = dict(cls.flags)
     if cls.has_config_file:
         flags["config"] = Flag("config", str, _ANY, False, True, None, cls)
     docs = _field_docs(cls) if {"-h", "--help"} & set(argv) else {}
-    groups: dict[type, list[Any]] = {}
-    for name, flag in flags.items():  # values stay lists of texts, so that tyro has nothing to refuse
-        word = "{" + ",".join(flag.check.choices) + "}" if flag.check.choices else _METAVARS[flag.kind]
-        texts = PrimitiveConstructorSpec("*", f"[{word} ...]" if flag.many else word, list, bool, lambda value: [])
-        shown = (
-            " ".join(map(str, flag.default)) if flag.many and flag.default else str(flag.default).replace("\t", "tab")
-        )
-        hint = (
-            ""
-            if flag.default in (None, "") or flag.default is False
-            else "[on]"
-            if flag.default is True
-            else f"[{shown}]"
-        )
-        about = tyro.conf.arg(help=docs.get(name, ""), help_behavior_hint=hint)
-        kind: Any = bool if flag.kind is bool else Annotated[Any, texts]
-        default = bool(flag.default) if flag.kind is bool else None
-        groups.setdefault(flag.section, []).append((name, Annotated[kind, about], default))
-    sections = []
-    for section, fields in groups.items():
-        title = {"__doc__": "" if section is cls else str(section.__doc__).partition("\n")[0]}
-        group = dataclasses.make_dataclass(section.__name__, fields, namespace=title)
-        name = re.sub("(?<!^)(?=[A-Z])", "_", section.__name__.removesuffix("Config")).lower()
-        sections.append((name, group, dataclasses.field(default_factory=group)))
-    shape, description = dataclasses.make_dataclass(cls.__name__, sections), _description(cls, docs) if docs else ""
     parsed: Any
-    parsed, unknown = tyro.cli(shape, args=argv, prog=prog, description=description, return_unknown_args=True,
-                               config=(tyro.conf.OmitArgPrefixes,))  # fmt: skip
+    parsed, unknown = tyro.cli(
+        _shape(cls, flags, docs),
+        args=argv,
+        prog=prog,
+        description=_description(cls, docs) if docs else "",
+        config=(tyro.conf.OmitArgPrefixes,),
+        return_unknown_args=True,
+    )
     if unknown:
         word = printable(next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")[0])
         close = nearest(word, [option for flag in flags.values() for option in flag.options])
@@ -353,6 +331,30 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
                 raise UserError(f"{option} takes one value, got {printable(' '.join(value)) or 'none'}")
             values[name] = convert(flag, value if flag.many else value[0], option)
     return values
+
+
+def _shape(cls: type[Config], flags: Mapping[str, Flag], docs: Mapping[str, str]) -> Any:
+    """A dataclass of the sections for tyro. Values stay lists of texts, so that tyro has nothing to refuse."""
+    import tyro
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    groups: dict[type, list[Any]] = {}
+    for name, flag in flags.items():
+        word = "{" + ",".join(flag.check.choices) + "}" if flag.check.choices else _METAVARS[flag.kind]
+        texts = PrimitiveConstructorSpec("*", f"[{word} ...]" if flag.many else word, list, bool, lambda value: [])
+        shown = " ".join(map(str, flag.default or ())) if flag.many else str(flag.default).replace("\t", "tab")
+        hint = {"": "", "None": "", "False": "", "True": "[on]"}.get(shown, f"[{shown}]")
+        about = tyro.conf.arg(help=docs.get(name, ""), help_behavior_hint=hint)
+        kind: Any = bool if flag.kind is bool else Annotated[Any, texts]
+        default = bool(flag.default) if flag.kind is bool else None
+        groups.setdefault(flag.section, []).append((name, Annotated[kind, about], default))
+    sections = []
+    for section, fields in groups.items():
+        title = {"__doc__": "" if section is cls else str(section.__doc__).partition("\n")[0]}
+        group = dataclasses.make_dataclass(section.__name__, fields, namespace=title)
+        name = re.sub("(?<!^)(?=[A-Z])", "_", section.__name__.removesuffix("Config")).lower()
+        sections.append((name, group, dataclasses.field(default_factory=group)))
+    return dataclasses.make_dataclass(cls.__name__, sections)
 
 
 def _field_docs(cls: type[Config]) -> dict[str, str]:
