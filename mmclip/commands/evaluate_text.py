@@ -11,7 +11,7 @@ import numpy as np
 
 from mmclip import distributed, metrics
 from mmclip.config import TextEvaluateConfig
-from mmclip.data.beir import TextCollection, open_beir
+from mmclip.data.beir import BeirCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import compare, verdicts
 from mmclip.evaluation.eval_set import text_set
@@ -75,7 +75,7 @@ def run(settings: TextEvaluateConfig) -> None:
         print_text_comparison(runs, found)
 
 
-def _evaluate(settings: TextEvaluateConfig, asked: str, collection: TextCollection) -> tuple[str, Results]:
+def _evaluate(settings: TextEvaluateConfig, asked: str, collection: BeirCollection) -> tuple[str, Results]:
     folder = text_run_folder(asked)
     name = folder.name if folder else asked
     where = output_folder(settings.output, default_output(folder, asked, collection.path, collection.split))
@@ -135,7 +135,7 @@ def _about(settings: TextEvaluateConfig, asked: str, model: TextEncoder) -> Json
 
 
 def _print_files(
-    collection: TextCollection, runs: dict[str, Results], files: dict[str, dict[str, dict[str, float]]]
+    collection: BeirCollection, runs: dict[str, Results], files: dict[str, dict[str, dict[str, float]]]
 ) -> None:
     """Somebody's run files, below what the model does natively where there is one: nDCG@10 paired with the first."""
     rates = measurable((k for k, _ in COLUMNS), collection.gains)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmclip import distributed
 from mmclip.config import RagConfig
 from mmclip.config.text import SCORINGS
-from mmclip.data.beir import QUERIES, TextCollection, open_beir
+from mmclip.data.beir import QUERIES, BeirCollection, open_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE, json_text
 from mmclip.io import lock_folder, write_text_atomically
@@ -89,7 +89,7 @@ def run(settings: RagConfig) -> Json:
     return results
 
 
-def answerable(collection: TextCollection, limit: int | None = None, seed: int = 0) -> TextCollection:
+def answerable(collection: BeirCollection, limit: int | None = None, seed: int = 0) -> BeirCollection:
     """The queries that have accepted answers, ``limit`` of them drawn by ``seed``. Errors: UserError for none."""
     kept = [row for row, found in enumerate(collection.answers or ()) if found]
     if not kept:
@@ -118,7 +118,7 @@ def answerable(collection: TextCollection, limit: int | None = None, seed: int =
 
 
 def _retrieve(
-    settings: RagConfig, collection: TextCollection, device: torch.device
+    settings: RagConfig, collection: BeirCollection, device: torch.device
 ) -> tuple[dict[str, Lists], Exponents]:
     """(each scoring's lists, native's exponents); the encoder is let go of before the reader's weights come."""
     model = open_text_model(settings, device)
@@ -137,7 +137,7 @@ def _retrieve(
 
 
 def best_documents(
-    query: Tensor, document: Tensor, collection: TextCollection, scorings: Mapping[str, Exponents], top_k: int
+    query: Tensor, document: Tensor, collection: BeirCollection, scorings: Mapping[str, Exponents], top_k: int
 ) -> dict[str, Lists]:
     """The best ``top_k`` document rows of every query under each scoring, without those that it excludes.
 

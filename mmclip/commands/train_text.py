@@ -15,9 +15,8 @@ import yaml
 
 from mmclip import distributed
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import TextCollection, open_beir, require_beir
-from mmclip.data.text_pairs import TrainingPairs, hold_out
-from mmclip.data.text_places import evaluation_name, folder_and_split
+from mmclip.data.beir import BeirCollection, evaluation_name, folder_and_split, open_beir, require_beir
+from mmclip.data.text_pairs import TextPairs, hold_out
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import lock_folder, remove_partials, require_run_folder, require_space, write_text_atomically
@@ -39,9 +38,9 @@ FREE_TO_CHANGE = {"resume", "logs", "name", "val_data", "watch_steps", "save_ste
 class TextRunData:
     """What is trained on, what is watched, what is evaluated."""
 
-    pairs: TrainingPairs
-    held_out: TextCollection | None
-    val: list[TextCollection]
+    pairs: TextPairs
+    held_out: BeirCollection | None
+    val: list[BeirCollection]
 
 
 def run(settings: TextTrainConfig) -> Path:
@@ -159,7 +158,7 @@ def open_data(settings: TextTrainConfig, ranks: int) -> TextRunData:
     return TextRunData(pairs, held_out, [open_beir(root, split) for root, split in places])
 
 
-def build_loss(settings: TextTrainConfig, model: TextEncoder, pairs: TrainingPairs, ranks: int) -> RoleRankingLoss:
+def build_loss(settings: TextTrainConfig, model: TextEncoder, pairs: TextPairs, ranks: int) -> RoleRankingLoss:
     how: dict[str, Any] = {
         "weights": direction_weights(settings.loss, settings.q2d_weight, text=True),
         "norm": settings.norm,

@@ -1,9 +1,9 @@
-"""Text retrieval data: a BEIR folder -> queries, documents and judgments in rows, every fault named with its line.
+"""Text retrieval collections: BEIR folders as queries, documents and relevance judgments in rows.
 
 A BEIR folder holds ``corpus.jsonl`` (``_id``, ``title``, ``text``), ``queries.jsonl`` (``_id``, ``text``) and
-``qrels/SPLIT.tsv`` (a header, then query id, document id, score). A query may name ``excluded_ids``, documents that are
-not ranked for it (as BRIGHT does), and ``answers`` (mmclip.tasks.rag). A document is its title and its text with a space
-between, as in BEIR. A score above 0 is a gain; 0 or below is a judged irrelevant document, and is dropped.
+``qrels/SPLIT.tsv`` (a header, then query id, document id, score). A query may have ``excluded_ids``, documents that are
+not ranked for it (as in BRIGHT), and ``answers`` (mmclip.tasks.rag). A document is its title and its text with a space
+between, as in BEIR. A score above 0 is a gain; others are judged irrelevant, and dropped. Faults name their line.
 """
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ from numpy.typing import NDArray
 from mmclip.errors import UserError, printable
 
 CORPUS, QUERIES, QRELS = "corpus.jsonl", "queries.jsonl", "qrels"
-SHOWN = 3  # examples that a message names
+SHOWN = 3  # examples in a message
+EVALUATIONS = "evaluations"  # folder of a run: a subfolder for each further evaluation set
 
 Array = NDArray[Any]
 
 
 @dataclass
-class TextCollection:
-    """What is searched and what is asked, in rows.
+class BeirCollection:
+    """Q queries with relevant documents among N documents.
 
-    path, split          where it came from
-    query_ids, queries   Q strings each: the split's queries that have a relevant document
-    document_ids, documents, titles    N strings each, empty documents included
-    pairs [P, 2]         int64 (query row, document row) of what is relevant
-    gains [P]            how relevant, above 0
-    excluded             query row -> document rows that are not ranked for it
-    answers              Q lists of accepted answers, or None where no query has any
-    notes                what a person should know: empty documents, queries left out
+    Attributes:
+        path: Source.
+        split: Split of the judgments.
+        query_ids: Q ids of the split's queries that have a relevant document.
+        queries: Q texts.
+        document_ids: N ids.
+        documents: N texts, empty ones included.
+        titles: N titles.
+        pairs: int64 [P, 2] (query row, document row) of relevant pairs.
+        gains: [P] gains, above 0.
+        excluded: Query row -> document rows that are not ranked for it.
+        answers: Q lists of accepted answers, or None where no query has any.
+        notes: Remarks for the user, such as empty documents.
     """
 
     path: str
@@ -55,11 +61,11 @@ class TextCollection:
 
     @property
     def empty(self) -> Array:
-        """Rows of documents without a word; they are indexed like all others."""
+        """Rows of documents without a word; they are indexed like others."""
         return np.flatnonzero([not d.strip() for d in self.documents])
 
     def fingerprint(self) -> str:
-        """16 hex digits of ids, texts and judgments: equal when runs can be paired."""
+        """16 hex digits of ids, texts and judgments; runs with equal ones can be paired."""
         digest = hashlib.sha256()
         for texts in (self.query_ids, self.queries, self.document_ids, self.documents):
             digest.update(len(texts).to_bytes(8, "little"))
@@ -70,22 +76,22 @@ class TextCollection:
         return digest.hexdigest()[:16]
 
 
-def open_beir(folder: str | Path, split: str) -> TextCollection:
-    """Read a BEIR folder's ``split``. Errors: UserError, one line, naming the file, the line and the id."""
+def open_beir(folder: str | Path, split: str) -> BeirCollection:
+    """Read a split of a BEIR folder (UserError names the file, the line and the id)."""
     root = Path(folder)
     require_beir(root, split)
     documents = _texts(root / CORPUS, "document")
     queries = _texts(root / QUERIES, "query")
     row_of = {name: row for row, name in enumerate(documents)}
-    judged, unasked = _judgments(root / QRELS / f"{split}.tsv", set(queries), row_of)
-    asked = {name: row for row, name in enumerate(judged)}
-    pairs = [(asked[q], d) for q, found in judged.items() for d in found]
-    gains = [g for found in judged.values() for g in found.values()]
-    collection = TextCollection(
+    judged, without = _judgments(root / QRELS / f"{split}.tsv", set(queries), row_of)
+    query_row = {name: row for row, name in enumerate(judged)}
+    pairs = [(query_row[q], d) for q, gains in judged.items() for d in gains]
+    gains = [gain for by_row in judged.values() for gain in by_row.values()]
+    collection = BeirCollection(
         path=str(folder),
         split=split,
-        query_ids=list(asked),
-        queries=[queries[q]["text"] for q in asked],
+        query_ids=list(query_row),
+        queries=[queries[q]["text"] for q in query_row],
         document_ids=list(documents),
         documents=[joined(d.get("title", ""), d["text"]) for d in documents.values()],
         titles=[d.get("title", "") for d in documents.values()],
@@ -93,32 +99,34 @@ def open_beir(folder: str | Path, split: str) -> TextCollection:
         gains=np.array(gains, dtype=np.float64),
     )
     unknown = 0
-    for row, name in enumerate(asked):
+    for row, name in enumerate(query_row):
         ids = _excluded(queries[name], root / QUERIES, name)
         unknown += sum(d not in row_of for d in ids)
-        if found := sorted({row_of[d] for d in ids if d in row_of}):
-            collection.excluded[row] = found
+        if rows := sorted({row_of[d] for d in ids if d in row_of}):
+            collection.excluded[row] = rows
     _require_findable(collection)
-    if any("answers" in queries[q] for q in asked):
-        collection.answers = [_answers(queries[q], root / QUERIES, q) for q in asked]
-    collection.notes = _notes(collection, unasked, unknown)
+    if any("answers" in queries[q] for q in query_row):
+        collection.answers = [_answers(queries[q], root / QUERIES, q) for q in query_row]
+    collection.notes = _notes(collection, without, unknown)
     return collection
 
 
 def require_beir(root: Path, split: str) -> None:
-    """Look for the files and read none. Errors: UserError naming what is there."""
+    """Check that the files exist, without reading them."""
     if not root.is_dir():
         raise UserError(f"{printable(root)}: no such folder; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
     for name in (CORPUS, QUERIES):
         if not (root / name).is_file():
             raise UserError(f"{printable(root)}: no {name} in it; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
     if not (root / QRELS / f"{split}.tsv").is_file():
-        there = ", ".join(sorted(p.stem for p in (root / QRELS).glob("*.tsv"))) or "none"
-        raise UserError(f"{printable(root)}: no split {printable(split, 60)!r}; splits in {QRELS}/: {printable(there)}")
+        splits = ", ".join(sorted(p.stem for p in (root / QRELS).glob("*.tsv"))) or "none"
+        raise UserError(
+            f"{printable(root)}: no split {printable(split, 60)!r}; splits in {QRELS}/: {printable(splits)}"
+        )
 
 
 def joined(title: str, text: str) -> str:
-    """A document as it is encoded.
+    """A document as it is encoded: title and text.
 
     >>> joined("On wings", "They lift."), joined("", "They lift.")
     ('On wings They lift.', 'They lift.')
@@ -127,8 +135,10 @@ def joined(title: str, text: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line) of a text file, without empty lines; numbers count from 1. Lines end in LF or CRLF alone: other
-    breaks belong to texts. Errors: UserError for a file that cannot be read as UTF-8, with the line."""
+    """(number, line) of a UTF-8 text file without empty lines; numbers count from 1.
+
+    Lines end in LF or CRLF only: other breaks belong to texts. UserError names the line.
+    """
     number = 0
     try:
         with path.open("rb") as file:
@@ -143,7 +153,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def check_text(text: str, what: str) -> None:
-    """Errors: UserError for a text that no tokenizer takes and no file can hold."""
+    """Refuse a text with an unpaired surrogate, which no tokenizer or file can hold (UserError)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -153,7 +163,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of a JSON-lines file. Errors: UserError naming the line."""
+    """(line number, object) of a JSON-lines file (UserError names the line)."""
     for number, line in read_lines(path):
         try:
             found = json.loads(line)
@@ -192,7 +202,7 @@ def _texts(path: Path, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[dict[str, dict[int, float]], int]:
-    """(query id -> {document row: gain} of queries with a relevant document, number of judged queries without one)."""
+    """Query id -> {document row: gain} of queries with a relevant document, and the number of those without one."""
     judged: dict[str, dict[int, float]] = {}
     seen: dict[tuple[str, str], int] = {}
     unknown: dict[str, list[str]] = {"query": [], "document": []}
@@ -220,22 +230,24 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
         elif document not in row_of:
             unknown["document"].append(document)
         else:
-            found = judged.setdefault(query, {})
+            gains = judged.setdefault(query, {})
             if score > 0:
-                found[row_of[document]] = score
+                gains[row_of[document]] = score
     for kind, names in unknown.items():
         if names := list(dict.fromkeys(names)):
-            told = ", ".join(repr(printable(n, 60)) for n in names[:SHOWN]) + ", …" * (len(names) > SHOWN)
+            shown = ", ".join(repr(printable(n, 60)) for n in names[:SHOWN]) + ", …" * (len(names) > SHOWN)
             other = QUERIES if kind == "query" else CORPUS
-            raise UserError(f"{printable(path)}: {len(names)} {kind} id{'s' * (len(names) > 1)} not in {other}: {told}")
-    asked = {q: found for q, found in judged.items() if found}
-    if not asked:
+            raise UserError(
+                f"{printable(path)}: {len(names)} {kind} id{'s' * (len(names) > 1)} not in {other}: {shown}"
+            )
+    relevant = {q: gains for q, gains in judged.items() if gains}
+    if not relevant:
         raise UserError(f"{printable(path)}: no query with a relevant document (a score above 0) in it")
-    return asked, len(judged) - len(asked)
+    return relevant, len(judged) - len(relevant)
 
 
 def _is_header(cells: list[str], queries: set[str]) -> bool:
-    """BEIR's first line names its columns: its first cell is no query's id, its third no number."""
+    """Whether a first line names columns: its first cell is no query id, its third no number."""
     try:
         float(cells[-1])
     except ValueError:
@@ -244,15 +256,15 @@ def _is_header(cells: list[str], queries: set[str]) -> bool:
 
 
 def _excluded(query: dict[str, Any], path: Path, name: str) -> list[str]:
-    """BRIGHT writes ["N/A"] where there is none."""
+    """Document ids that a query excludes; BRIGHT writes ["N/A"] for none."""
     ids = query.get("excluded_ids") or []
     if not isinstance(ids, list) or not all(isinstance(d, str | int) for d in ids):
         raise UserError(f"{printable(path)}: excluded_ids of query {printable(name, 60)!r} is not a list of ids")
     return [] if ids == ["N/A"] else [str(d) for d in ids]
 
 
-def _require_findable(collection: TextCollection) -> None:
-    """Errors: UserError for a relevant document that its query excludes: no ranking could have it."""
+def _require_findable(collection: BeirCollection) -> None:
+    """Refuse a relevant document that its query excludes, which no ranking could return (UserError)."""
     for q, d in collection.pairs.tolist():
         if d in collection.excluded.get(q, ()):
             query, document = printable(collection.query_ids[q], 60), printable(collection.document_ids[d], 60)
@@ -268,7 +280,7 @@ def _answers(query: dict[str, Any], path: Path, name: str) -> list[str]:
     return answers
 
 
-def _notes(collection: TextCollection, unasked: int, unknown: int) -> list[str]:
+def _notes(collection: BeirCollection, without: int, unknown: int) -> list[str]:
     notes = []
     empty = collection.empty
     if len(empty):
@@ -276,10 +288,29 @@ def _notes(collection: TextCollection, unasked: int, unknown: int) -> list[str]:
         judged = len(np.intersect1d(empty, collection.pairs[:, 1]))
         notes.append(f"{len(empty)} empty document{'s' * (len(empty) > 1)} ({names}{', …' * (len(empty) > SHOWN)}) "
                      f"indexed, {judged} of them judged relevant")  # fmt: skip
-    if unasked:
-        notes.append(f"{unasked} judged quer{'y' if unasked == 1 else 'ies'} without a relevant document left out")
+    if without:
+        notes.append(f"{without} judged quer{'y' if without == 1 else 'ies'} without a relevant document left out")
     if blank := sum(not q.strip() for q in collection.queries):
-        notes.append(f"{blank} quer{'y' if blank == 1 else 'ies'} without a word asked like all others")
+        notes.append(f"{blank} quer{'y' if blank == 1 else 'ies'} without a word, ranked like all others")
     if unknown:
         notes.append(f"{unknown} excluded id{'s' * (unknown > 1)} not in {CORPUS}")
     return notes
+
+
+def folder_and_split(name: str) -> tuple[Path, str]:
+    """Split an entry of --val-data, FOLDER or FOLDER:SPLIT, into folder and split (test).
+
+    >>> folder_and_split("data/scifact:dev"), folder_and_split("data/scifact")
+    ((PosixPath('data/scifact'), 'dev'), (PosixPath('data/scifact'), 'test'))
+    """
+    folder, colon, split = name.rpartition(":")
+    return (Path(folder), split) if colon and not Path(name).is_dir() else (Path(name), "test")
+
+
+def evaluation_name(folder: Path | str, split: str) -> str:
+    """Name of an evaluation set, for its table and its folder.
+
+    >>> evaluation_name("data/scifact", "test")
+    'scifact-test'
+    """
+    return f"{Path(folder).resolve().name}-{split}"

@@ -1,4 +1,4 @@
-"""open_clip's CSV as a data set: a picture's path and a caption a row; rows of one path are one image."""
+"""open_clip's CSV: an image path and a caption a row; rows of one path are one image with several captions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmclip.data.image_text import BadSample, ImageTextData, picture_size
-from mmclip.data.tarindex import MAX_CAPTION_BYTES
+from mmclip.data.image_text import BadSample, ImageTextData, file_size
 from mmclip.errors import UserError, nearest, printable, reason
 
+MAX_CAPTION_CHARACTERS = 1_000_000
 # Read as one more row; a quote that is never closed swallows it. No file has this text by chance.
 _END = "\x02end\x03"
 
 
 def index_csv(path: Path, img_key: str, caption_key: str, separator: str) -> ImageTextData:
-    """The images of a CSV in the order of their first rows, their captions in the order of the rows.
+    """Images of a CSV in the order of their first rows.
 
-    A path is looked for from the current folder, as open_clip does, then beside the CSV. Rows without path or caption,
-    with more fields than the header, of undecodable text, or of a picture that is not there are in ``skipped``.
-    Errors: UserError for a file that cannot be read, a missing column, a quote never closed.
+    A path is relative to the current folder, as in open_clip, else to the CSV. Rows without path or caption, with more
+    fields than the header, with undecodable text or without an image are in ``skipped``.
+
+    Raises:
+        UserError: The file cannot be read, a column is missing, a quote is never closed.
     """
     data = ImageTextData(str(path), "csv", [], [], [])
     row_of: dict[str, int] = {}
@@ -50,17 +52,17 @@ def _fault(key: str, caption: str, too_many: bool) -> str | None:
         return "no caption" if key else "no image path"
     if any("\ud800" <= c <= "\udfff" for c in key + caption):
         return "an undecodable caption or path: not UTF-8"
-    if len(caption) > MAX_CAPTION_BYTES:
-        return f"a caption of {len(caption):,} characters (at most {MAX_CAPTION_BYTES:,})"
+    if len(caption) > MAX_CAPTION_CHARACTERS:
+        return f"a caption of {len(caption):,} characters (at most {MAX_CAPTION_CHARACTERS:,})"
     return None
 
 
 def _place(path: Path, key: str) -> tuple[Path, str | None]:
-    """(where the picture is, None), or why it cannot be used."""
-    fault = "no such picture"
+    """The path of an image, and the reason where it cannot be used."""
+    fault = "no such image"
     for place in (Path(key), path.parent / key):
         try:
-            picture_size(place)
+            file_size(place)
             return place, None
         except FileNotFoundError:
             continue
@@ -72,7 +74,7 @@ def _place(path: Path, key: str) -> tuple[Path, str | None]:
 
 
 def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, str, str, bool]]:
-    """(line, path, caption, whether there are more fields than columns) of each row."""
+    """(line, path, caption, whether it has more fields than columns) of each row."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     separator = "\t" if separator == "\\t" else separator  # as it is typed in a shell

@@ -1,4 +1,4 @@
-"""Which data sets a command means: training data, evaluation data and its distractors."""
+"""Data sets of a command: training data, evaluation data with distractors, query bank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import builtin_folder, find_split, is_folder, open_data
 from mmclip.errors import UserError, printable
 
-DISTRACTORS = "distractors"  # a split whose pictures and captions match nothing
-
-
-Named = dict[str, ImageTextData]  # sets of distractors, by the name that their pool gets
+DISTRACTORS = "distractors"  # a split whose images and captions match nothing
+Named = dict[str, ImageTextData]  # sets of distractors by the name of their pool
 
 
 def open_training(settings: TrainConfig) -> tuple[ImageTextData, ImageTextData | None, Named]:
-    """(training data, evaluation data or None, the evaluation data's own distractors, if any).
+    """Open training data, evaluation data (or None) and the distractors of the evaluation data.
 
-    Without --val-data the evaluation data are another split (test, else val) of the training data's folder, where it
-    has one; with --val-holdout they are the last of the training images. Errors: UserError.
+    Without --val-data the evaluation data are the test (else val) split of the training folder, if there is one; with
+    --val-holdout they are the last training images.
     """
     data = _open(settings, settings.train_data, settings.train_split, "train")
     val: ImageTextData | None = None
@@ -33,15 +31,15 @@ def open_training(settings: TrainConfig) -> tuple[ImageTextData, ImageTextData |
             distractors = _distractors(settings, settings.val_data)
     else:
         root = builtin_folder(settings.train_data) or Path(settings.train_data)
-        found = find_split(root, settings.val_split, "eval") if is_folder(root) else None
-        if found is not None and found.name != data.split:
-            val = _open(settings, settings.train_data, found.name, "eval")
+        folder = find_split(root, settings.val_split, "eval") if is_folder(root) else None
+        if folder is not None and folder.name != data.split:
+            val = _open(settings, settings.train_data, folder.name, "eval")
             distractors = _distractors(settings, settings.train_data)
     if val is None and (settings.zeroshot_data is not None or settings.measure_start):
-        asked = "--measure-start" if settings.measure_start else "--zeroshot-data"
+        flag = "--measure-start" if settings.measure_start else "--zeroshot-data"
         raise UserError(
-            f"{asked}: its numbers are those of an evaluation, and {printable(data.path)} has no evaluation split: give "
-            "--val-data or --val-holdout"
+            f"{flag} needs evaluation data, and {printable(data.path)} has no evaluation split: give --val-data or "
+            "--val-holdout"
         )
     return _trained_on(settings, data), val, distractors
 
@@ -57,7 +55,7 @@ def _hold_out(settings: TrainConfig, data: ImageTextData, n: int) -> tuple[Image
 
 
 def _trained_on(settings: TrainConfig, data: ImageTextData) -> ImageTextData:
-    """What --train-num-samples, --train-fraction and --permute-pairs leave of the training data, and make of it."""
+    """Apply --train-num-samples, --train-fraction and --permute-pairs."""
     if settings.train_num_samples is not None:
         if settings.train_num_samples > len(data):
             raise UserError(
@@ -80,11 +78,11 @@ def _trained_on(settings: TrainConfig, data: ImageTextData) -> ImageTextData:
 
 
 def open_evaluation(settings: EncodeConfig) -> tuple[ImageTextData, Named]:
-    """(evaluation data, its own distractors and those of --distractors). Errors: UserError."""
+    """Open evaluation data, with its own distractors and those of --distractors."""
     data = _open(settings, settings.data, settings.split, "eval")
     named = _distractors(settings, settings.data)
-    asked = settings.distractors if isinstance(settings, EvaluateConfig) else None
-    for source in parse_distractors(asked or [])[1]:
+    names = settings.distractors if isinstance(settings, EvaluateConfig) else None
+    for source in parse_distractors(names or [])[1]:
         extra = _open(settings, source, None, "eval")
         if extra.fingerprint() == data.fingerprint():
             raise UserError(f"--distractors {printable(source)}: the evaluation data themselves, which match something")
@@ -93,7 +91,7 @@ def open_evaluation(settings: EncodeConfig) -> tuple[ImageTextData, Named]:
 
 
 def open_bank(settings: EncodeConfig, evaluated: ImageTextData) -> ImageTextData:
-    """The data of --bank. Errors: UserError, also where they are the evaluation data themselves."""
+    """Open the data of --bank (UserError where they are the evaluation data themselves)."""
     assert settings.bank is not None
     data = _open(settings, settings.bank, settings.bank_split, "train")
     if data.fingerprint() == evaluated.fingerprint():

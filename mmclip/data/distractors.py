@@ -1,22 +1,19 @@
-"""Built-in candidates that match nothing, made out of the evaluation set itself: pictures and captions.
+"""Built-in distractors: candidates that match nothing, made from the evaluation set itself.
 
     blank            image   one random colour
     noise            image   random cells of colour, 64 along the short side: finer noise would be averaged away where
                              a large picture is resized to a model's input
     blurred          image   the picture under a Gaussian blur of an eighth of its short side, at least a pixel
     shuffled         image   the picture's patches, 8 by 8, each moved to another place
-    boilerplate      text    what alt texts of the web say where they say nothing: "Stock photo", "Click to enlarge"
+    boilerplate      text    empty alt texts of the web: "Stock photo", "Click to enlarge"
     shuffled-words   text    a caption's own words in another order
 
-All of them count as irrelevant to every query. For blank, noise and boilerplate that is the plain truth. blurred,
-shuffled and shuffled-words are **near-duplicates on purpose**: each keeps the colours, textures or words of something
-that *is* relevant, and a person might still accept some ("a dog and a cat" in another order). Counting them as
-irrelevant is a decision, and it asks another question: not whether a model knows a document that says nothing, but
-whether it tells a document from its own wreck. Numbers with them are not numbers about ordinary irrelevant documents,
-so each kind had better be reported by itself.
+All of them count as irrelevant to every query. blurred, shuffled and shuffled-words are **near-duplicates on purpose**:
+they keep the colours, textures or words of something relevant, and test whether a model tells a document from its own
+wreck. Report each kind by itself.
 
-Pictures depend on the decoded pixels and the seed only, hence not on their order, on workers, or on files' names; equal
-pictures have equal distractors. Captions depend on the set of captions and the seed, and not on their order.
+Images depend on the decoded pixels and the seed only; equal images have equal distractors. Captions depend on the set of
+captions and the seed, not on their order.
 """
 
 from __future__ import annotations
@@ -73,10 +70,9 @@ Array = NDArray[Any]
 
 
 def corrupt(kind: str, image: Image.Image, seed: int) -> Image.Image:
-    """A distractor of ``kind`` made of ``image``: RGB, of the image's size; ``image`` itself stays as it is.
+    """A distractor of ``kind`` made from an image of any mode: RGB, of the same size.
 
-    Any mode is taken and read as RGB first (transparency is dropped). A picture of one pixel has no other order and
-    nothing to blur: it comes back as it is. Errors: UserError for a kind that makes no pictures.
+    An image of one pixel comes back as it is. UserError for a kind that makes no images.
     """
     _check(kind, "image")
     picture = image.convert("RGB")
@@ -95,8 +91,7 @@ def corrupt(kind: str, image: Image.Image, seed: int) -> Image.Image:
 
 
 def _shuffled(pixels: Array, rng: np.random.Generator) -> Array:
-    """Every patch of pixels [H, W, 3] moved: the same pixels elsewhere, but for the fewer than ``PATCHES`` rows and
-    columns that equal patches leave over at the lower and right edge, which stay."""
+    """Move every patch of pixels [H, W, 3] elsewhere; the rows and columns left over by equal patches stay."""
     rows, columns = (min(PATCHES, n) for n in pixels.shape[:2])
     high, wide = pixels.shape[0] // rows, pixels.shape[1] // columns
     inner = pixels[: rows * high, : columns * wide]
@@ -110,10 +105,7 @@ def _shuffled(pixels: Array, rng: np.random.Generator) -> Array:
 
 @dataclass(frozen=True)
 class Corrupted:
-    """``transform`` of a picture's distractor: what :meth:`mmclip.embeddings.encode.Runner.images` takes as transform.
-
-    It can be pickled where ``transform`` can. Errors: UserError for a kind that makes no pictures.
-    """
+    """An image transform that applies ``transform`` to an image's distractor; pickles where ``transform`` does."""
 
     kind: str
     transform: Callable[[Any], Tensor]
@@ -127,13 +119,11 @@ class Corrupted:
 
 
 def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]:
-    """``n`` different captions of ``kind``, none of them among ``captions`` (whatever the case and the spaces).
+    """``n`` different captions of ``kind``, none of them among ``captions`` (ignoring case and spaces).
 
-    boilerplate: some 6,000 combinations; asked for more, they come again with a number, which adds little.
-    shuffled-words: each different caption once, as far as its words have an order that is nobody's caption; asked for
-    more, they come again in yet another order. A caption of one word, or of equal words, is left out. Where there are
-    fewer than ``n`` such orders, fewer are returned.
-    Errors: UserError where they have none, and for a kind that makes no captions.
+    boilerplate: some 6,000 combinations, then the same with numbers. shuffled-words: each caption in a new order, then
+    in yet another one; captions of one word, or of equal words, are left out. Fewer than ``n`` where there are fewer
+    orders; UserError where there is none.
 
     >>> captions("shuffled-words", ["red square", "square", "the the"], 1, seed=0)
     ['square red']
@@ -155,7 +145,7 @@ def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]
 
 
 def _boilerplate(seed: int) -> Iterator[str]:
-    """Without end: all combinations in random order, then with numbers."""
+    """All combinations in random order, then again with numbers, endlessly."""
     every = [*_HEADS, *(tail.capitalize() for tail in _TAILS)]
     every += [f"{a}{joint}{b}{')' * (joint == ' (')}" for a, joint, b in product(_HEADS, _JOINTS, _TAILS)]
     order = _rng("boilerplate", seed).permutation(len(every))
@@ -165,7 +155,7 @@ def _boilerplate(seed: int) -> Iterator[str]:
 
 
 def _shuffled_words(different: list[str], seed: int, taken: set[str]) -> Iterator[str]:
-    """Round by round an order of each caption's words that is not ``taken`` (which grows); ends where none is left."""
+    """In each round a new order of each caption's words that is not in the growing set ``taken``."""
     open_ = [different[i] for i in _rng("shuffled-words", seed).permutation(len(different))]
     for round_ in count():
         still_open = []
@@ -184,11 +174,10 @@ def _shuffled_words(different: list[str], seed: int, taken: set[str]) -> Iterato
 
 
 def parse_distractors(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of ``--distractors`` -> (built-in kinds, data sources), each once, in their order.
+    """Split the values of ``--distractors`` into built-in kinds and data sources, each once, in order.
 
-    A kind's name is that kind; a folder of this name is meant by ``./NAME``. A source is builtin:…, a path that exists,
-    or what looks like a path or pattern (a separator, a wildcard, a brace, .tar, .csv, .tsv): whether it can be read is
-    found out by :func:`mmclip.data.shards.open_data`. Errors: UserError for any other name.
+    A folder with the name of a kind is ``./NAME``. A source is builtin:…, an existing path, or looks like a path or
+    pattern; ``open_data`` reads it. UserError for any other name.
 
     >>> parse_distractors(["blank", "builtin:scenes", "shards/{0..3}.tar"])
     (['blank'], ['builtin:scenes', 'shards/{0..3}.tar'])
@@ -226,7 +215,7 @@ def _plain(caption: str) -> str:
 
 
 def _rng(*parts: object) -> np.random.Generator:
-    """Random numbers that depend on ``parts`` alone: the same in every process, whatever else is drawn."""
+    """A generator seeded by ``parts`` alone."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         content = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")

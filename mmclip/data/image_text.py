@@ -1,7 +1,6 @@
-"""Pictures with captions in memory, pixels on disk: the one data set class. Random access; no metrics.
+"""Image-text data sets: captions in memory, images on disk, random access by row.
 
-Captions are held (they are small), pictures are read when they are asked for. That makes exact shuffles, exact epochs
-with any number of workers, and exact resumption plain index arithmetic.
+Random access makes exact shuffles, exact epochs with any number of workers, and exact resumption index arithmetic.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from mmclip.errors import printable, reason
 
 MAX_PIXELS = 100_000_000  # a larger picture is a fault, or an attack
 MAX_BYTES = 256_000_000  # the same, before anything is read
-MAX_SCANNED = 10**10  # pixels times scans of a JPEG: ten seconds; a progressive one has some ten scans
 MAX_ASPECT = 200  # resizing the short side of a line of pixels would ask for gigabytes
 # Decoders of pictures only: Pillow would also hand PostScript under a picture's name to Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -32,7 +30,7 @@ _TAIL = 64  # bytes: a PNG's checksum and a JPEG's last coefficients, which tell
 
 
 class BadSample(Exception):
-    """A sample that cannot be used: its key, the file it is in, and why."""
+    """A sample that cannot be used: its key, its file and the reason."""
 
     def __init__(self, key: str, where: str, reason: str) -> None:
         super().__init__(key, where, reason)  # all three, so that it can cross a process boundary
@@ -47,8 +45,13 @@ class BadSample(Exception):
 
 
 def named(key: str, why: str, key_limit: int = 60, why_limit: int = 160) -> str:
-    """'KEY in FILE: REASON' of a bad sample, ``why`` being 'FILE: REASON'. A key that is the file's own path, as in a
-    CSV, is not named again.
+    """'KEY in FILE: REASON' of a bad sample.
+
+    Args:
+        key: Its key; left out where it is the file's own path, as in a CSV.
+        why: 'FILE: REASON'.
+        key_limit: Characters of the key that are shown.
+        why_limit: Characters of ``why`` that are shown.
 
     >>> named("0007", "train/0.tar: an empty picture"), named("dog.png", "photos/dog.png: an empty picture")
     ('0007 in train/0.tar: an empty picture', 'photos/dog.png: an empty picture')
@@ -78,7 +81,7 @@ def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CaptionTruth:
-    """What is known of a caption: its level, and the keys of all images that it describes (None: its own)."""
+    """Caption ground truth: specificity level and keys of relevant images (default: its own)."""
 
     level: str
     relevant: list[str] | None = None
@@ -86,7 +89,7 @@ class CaptionTruth:
 
 @dataclass(frozen=True)
 class ImageTruth:
-    """What is known of an image: its object count where told, and its captions' truth in their order."""
+    """Image ground truth: number of objects, if known, and the truth of its captions in order."""
 
     n_objects: int | None
     captions: list[CaptionTruth]
@@ -94,8 +97,7 @@ class ImageTruth:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the rows of a part came from: ``whole``, the data as they were opened, and there the row of each image's
-    picture, and of each caption, counted through all images."""
+    """Rows of a subset in the data as they were opened: of each image, and of each caption counted over all images."""
 
     whole: ImageTextData
     pictures: list[int]
@@ -106,9 +108,16 @@ class Origin:
 class ImageTextData:
     """N images with at least one caption each.
 
-    keys [N]; captions [N] lists; places [N]: (file, offset, size) of a picture, offset -1 for a file of its own;
-    truth [N] or None; skipped: samples left out when the data were opened; part_of: None for data as they were opened;
-    permuted: whether each image has another one's captions.
+    Attributes:
+        path: Source.
+        split: Name of the split.
+        keys: [N] sample keys.
+        captions: [N] lists of captions.
+        places: [N] (file, offset, size) of an image; offset -1 is a file of its own.
+        truth: [N] ground truth, or None.
+        skipped: Samples that were left out when the data were opened.
+        part_of: Rows in the data as they were opened; None for these themselves.
+        permuted: Whether each image has the captions of another one.
     """
 
     path: str
@@ -125,11 +134,11 @@ class ImageTextData:
         return len(self.keys)
 
     def read_image(self, row: int) -> Image.Image:
-        """The picture of a row, decoded, in RGB. Errors: BadSample naming key, file and reason."""
+        """The decoded image of a row, in RGB (BadSample names key, file and reason)."""
         path, offset, size = self.places[row]
         try:
             if offset < 0:
-                offset, size = 0, picture_size(path)
+                offset, size = 0, file_size(path)
             if size > MAX_BYTES:
                 raise ValueError(f"{size:,} bytes, above {MAX_BYTES:,}")
             with open(path, "rb") as file:
@@ -144,9 +153,6 @@ class ImageTextData:
                     raise ValueError(f"{image.width} x {image.height} pixels, above {MAX_PIXELS:,}")
                 if max(image.size) > MAX_ASPECT * min(image.size):
                     raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_ASPECT} to 1")
-                scans = content.count(b"\xff\xda") if content.startswith(b"\xff\xd8") else 1
-                if scans * image.width * image.height > MAX_SCANNED:
-                    raise ValueError(f"{scans:,} scans of {image.width} x {image.height} pixels: too long to decode")
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
         except UnidentifiedImageError:
@@ -161,53 +167,51 @@ class ImageTextData:
         return self._taken(rows, rows)
 
     def holdout(self, n: int) -> tuple[ImageTextData, ImageTextData]:
-        """(all images but the last ``n``, those, under a name that ``open_data`` takes for a split)."""
+        """All images but the last ``n``, and those as a split of their own, ``train[holdout n]`` for ``open_data``."""
         kept = len(self) - n
         held = dataclasses.replace(self.subset(range(kept, len(self))), skipped=[])
         held.split = f"{self.split}[holdout {n}]"
         return self.subset(range(kept)), held
 
     def permute(self, seed: int) -> ImageTextData:
-        """The same pictures, each with the captions of another one: the pairs say nothing, all else is as it was.
+        """A null: the same images, each with the captions of another one, without ground truth.
 
-        Which one is drawn evenly from all orders that leave no image its own captions. What is known of relevance does
-        not hold any more and is left out. Errors: ValueError for a single image.
+        Drawn evenly from all derangements. Raises ValueError for a single image.
         """
         n = len(self)
         if n < 2:
             raise ValueError(f"{n} images: there is no other one to take captions from")
         rng = np.random.default_rng([seed, 4])
-        while ((giver := rng.permutation(n)) == np.arange(n)).any():  # e draws on average
+        while ((donor := rng.permutation(n)) == np.arange(n)).any():  # e draws on average
             pass
-        found = self._taken(range(n), giver.tolist())
-        return dataclasses.replace(found, split=f"{self.split} (pairs permuted)", truth=None, permuted=True)
+        permuted = self._taken(range(n), donor.tolist())
+        return dataclasses.replace(permuted, split=f"{self.split} (pairs permuted)", truth=None, permuted=True)
 
-    def _taken(self, pictures: Sequence[int], givers: Sequence[int]) -> ImageTextData:
-        """Pictures of some rows, with the captions of others, as many."""
+    def _taken(self, pictures: Sequence[int], donors: Sequence[int]) -> ImageTextData:
+        """Images of some rows with the captions of others, as many."""
         origin = self.origin()
         counts = [len(c) for c in self.captions]
         first = np.concatenate([[0], np.cumsum(counts)]).tolist()
         return dataclasses.replace(
             self,
             keys=[self.keys[r] for r in pictures],
-            captions=[self.captions[r] for r in givers],
+            captions=[self.captions[r] for r in donors],
             places=[self.places[r] for r in pictures],
             truth=[self.truth[r] for r in pictures] if self.truth is not None else None,
             part_of=Origin(
                 origin.whole,
                 [origin.pictures[r] for r in pictures],
-                [origin.texts[t] for r in givers for t in range(first[r], first[r] + counts[r])],
+                [origin.texts[t] for r in donors for t in range(first[r], first[r] + counts[r])],
             ),
         )
 
     def origin(self) -> Origin:
-        """Where the rows came from; data as they were opened are their own whole."""
+        """Rows in the data as they were opened."""
         every = range(sum(len(c) for c in self.captions))
         return self.part_of or Origin(self, list(range(len(self))), list(every))
 
     def fingerprint(self) -> str:
-        """16 hex digits of keys, captions, picture sizes and last bytes: the same for a copy elsewhere, another for
-        other data."""
+        """16 hex digits of keys, captions, image sizes and last bytes: equal for copies, different for other data."""
         digest = hashlib.sha256()
         with contextlib.ExitStack() as stack:
             opened, file = "", None
@@ -216,7 +220,7 @@ class ImageTextData:
                     stack.close()
                     opened, file = path, None
                     with contextlib.suppress(OSError, ValueError):
-                        size = size if offset >= 0 else picture_size(path)
+                        size = size if offset >= 0 else file_size(path)
                         file = stack.enter_context(open(path, "rb"))
                 tail = b""
                 if file is not None:
@@ -227,8 +231,8 @@ class ImageTextData:
         return digest.hexdigest()[:16]
 
 
-def picture_size(path: str | Path) -> int:
-    """Bytes of a picture's own file. Errors: OSError, and ValueError for a pipe or a device, which may never end."""
+def file_size(path: str | Path) -> int:
+    """Bytes of an image file (OSError; ValueError for a pipe or a device, which may never end)."""
     status = Path(path).stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a plain file")

@@ -1,28 +1,34 @@
-"""Pictures with captions, read from tar shards, a clip-benchmark folder or a CSV. No metrics.
+"""Image-text data from tar shards, a folder in clip-benchmark's layout, or a CSV.
 
-Faults of the whole (a missing shard, a truncated tar, an empty split) are errors; faults of single samples are noted
-in ``skipped`` and the rest is used.
+Faults of a data set (a missing shard, a truncated tar, an empty split) are errors; faults of single samples are listed
+in ``skipped``, and the rest is used. Shards are indexed, never unpacked: an image is read at its offset in the tar.
 """
 
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
+import tarfile
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from braceexpand import braceexpand
 
 from mmclip.data.csv import index_csv
 from mmclip.data.image_text import BadSample, CaptionTruth, ImageTextData, ImageTruth
-from mmclip.data.tarindex import Sample, index_shard
-from mmclip.errors import UserError, printable
+from mmclip.errors import UserError, printable, reason
 
-_HOLDOUT = re.compile(r"(.*)\[holdout (\d{1,18})\]")  # as ImageTextData.holdout names it
+_HOLDOUT = re.compile(r"(.*)\[holdout (\d{1,18})\]")  # a split's name by ImageTextData.holdout
 MAX_SHARDS = 1_000_000  # more is a slip in a pattern
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+MAX_CAPTION_BYTES = 1_000_000  # a larger text file is a fault, not a caption
+_BLOCK = 512  # tar's
+_PADDING = 1 << 20  # bytes checked behind a tar's end: writers pad to 10 KB, seldom to more
 FORMS = (
     "a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or ROOT/SPLIT), a CSV, "
     "builtin:scenes or builtin:scenes-uninformative"
@@ -38,10 +44,20 @@ def open_data(
     caption_key: str = "title",
     separator: str = "\t",
 ) -> ImageTextData:
-    """Open training ("train") or evaluation ("eval") data. Errors: UserError, one line, for every fault of the whole;
-    faults of single samples are in ``skipped``.
+    """Open training or evaluation data.
 
-    A split may be the images that a run held out, as it names them: ``train[holdout 1000]``, the last 1,000 of train.
+    Args:
+        source: One of FORMS.
+        split: Split of a folder; by default train, or test (else val) for evaluation. ``train[holdout 1000]`` is the
+            last 1,000 images of train, which a run with --val-holdout leaves out.
+        purpose: "train" or "eval".
+        dataset_type: "auto", "webdataset" or "csv".
+        img_key: CSV column of image paths.
+        caption_key: CSV column of captions.
+        separator: CSV separator.
+
+    Raises:
+        UserError: A fault of the data set, in one line; faults of single samples are in ``skipped``.
     """
     if held := _HOLDOUT.fullmatch(split or ""):
         whole = open_data(source, held[1] or None, purpose, dataset_type, img_key, caption_key, separator)
@@ -60,9 +76,9 @@ def open_data(
     if is_folder(path):
         folder = find_split(path, split, purpose)
         if folder is None:
-            there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
+            folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
             wanted = split or ("train" if purpose == "train" else "test or val")
-            raise UserError(f"{path}: no split {printable(wanted)} with shards in it; there: {printable(there)}")
+            raise UserError(f"{path}: no split {printable(wanted)} with shards in it; there: {printable(folders)}")
         return _open_shards(shards_of(folder), str(path), folder.name, folder / "truth.jsonl")
     return _open_shards(_expanded(source), source, split or "shards", None)
 
@@ -75,16 +91,18 @@ def is_folder(path: Path) -> bool:
 
 
 def _expanded(source: str) -> list[Path]:
-    """The shards of a pattern: '::' between patterns, braces, and wildcards where they match. Errors: UserError."""
+    """Shards of a pattern: '::' between patterns, braces, and wildcards where they match."""
     shards: list[Path] = []
     try:
         for part in source.split("::"):
-            if _count(part) > MAX_SHARDS:
+            if any(len(digits) > 7 for digits in re.findall(r"\.\.-?(\d+)", part)):  # braceexpand would list them all
                 raise UserError(f"{printable(part)}: a pattern of more than {MAX_SHARDS:,} shards")
-            for name in braceexpand(part):
+            for name in itertools.islice(braceexpand(part), MAX_SHARDS + 1 - len(shards)):
                 wild = glob.has_magic(name) and not Path(name).exists()
-                found = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
-                shards += _in_order([Path(p) for p in found]) or [Path(name)]
+                matches = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
+                shards += _in_order([Path(p) for p in matches]) or [Path(name)]
+            if len(shards) > MAX_SHARDS:
+                raise UserError(f"{printable(part)}: a pattern of more than {MAX_SHARDS:,} shards")
     except OSError as error:
         raise UserError(f"{printable(source)}: {printable(error.strerror or error)}; valid: {FORMS}") from None
     except (ValueError, RecursionError) as error:
@@ -96,30 +114,8 @@ def _expanded(source: str) -> list[Path]:
     return shards
 
 
-def _count(pattern: str) -> int:
-    """How many names braceexpand would make of a pattern: it holds all of the inner ones before it gives the first."""
-    outer: list[tuple[int, int, int]] = []  # of each open brace: where it opens, and the two numbers before it
-    names, earlier = 1, 0  # of the alternative that is read, and of those before it in the same braces
-    for token in re.finditer(r"\\.|[{},]", pattern, re.DOTALL):
-        if token[0] == "{":
-            outer.append((token.end(), names, earlier))
-            names, earlier = 1, 0
-        elif token[0] == "," and outer:
-            names, earlier = 1, earlier + names
-        elif token[0] == "}" and outer:
-            start, before, before_earlier = outer.pop()
-            span = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?", pattern[start : token.start()])
-            if span:
-                inner = abs(int(span[2]) - int(span[1])) // (int(span[3] or 1) or 1) + 1
-            else:
-                letters = re.fullmatch(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?", pattern[start : token.start()])
-                inner = 52 if letters else earlier + names
-            names, earlier = before * inner, before_earlier
-    return names
-
-
 def _in_order(shards: Iterable[Path]) -> list[Path]:
-    """2.tar before 10.tar."""
+    """By number: 2.tar before 10.tar."""
     return sorted(shards, key=lambda p: (str(p.parent), len(p.stem), p.stem))
 
 
@@ -137,18 +133,14 @@ def _has_shards(folder: Path) -> bool:
 
 
 def builtin_folder(source: str) -> Path | None:
-    """The folder of built-in data, drawn first where it is not there yet; None for any other source.
-
-    Errors: UserError for a name that is no built-in data.
-    """
+    """The folder of built-in data, which is drawn on first use; None for any other source."""
     if not source.startswith("builtin:"):
         return None
-    from mmclip.data.scenes.build import VARIANTS, build_scenes
-    from mmclip.data.scenes.classes import CLASSES
+    from mmclip.data.scenes.build import CLASSES, VARIANTS, build_scenes
 
     variant = source.removeprefix("builtin:")
     if variant == CLASSES:
-        raise UserError(f"{source}: pictures of classes, without captions: they are for --zeroshot-data")
+        raise UserError(f"{source}: images of classes, without captions: for --zeroshot-data")
     if variant not in VARIANTS:
         raise UserError(
             f"{printable(source)}: unknown built-in data; valid: " + ", ".join(f"builtin:{v}" for v in VARIANTS)
@@ -157,25 +149,25 @@ def builtin_folder(source: str) -> Path | None:
 
 
 def builtin_root() -> Path:
-    """Where built-in data are drawn."""
+    """Folder of built-in data: MMCLIP_DATA, else data/."""
     return Path(os.environ.get("MMCLIP_DATA", "data"))
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """All shards of a split folder. Errors: UserError where nshards.txt, if it is there, does not agree with them."""
-    there = _in_order(folder.glob("*.tar"))
+    """All shards of a split folder (UserError where an nshards.txt does not agree with them)."""
+    shards = _in_order(folder.glob("*.tar"))
     count_file = folder / "nshards.txt"
     if not count_file.is_file():
-        return there
+        return shards
     text = count_file.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(r"[0-9]{1,18}", text) or not 0 < int(text) <= MAX_SHARDS:
         raise UserError(
             f"{count_file}: a number of shards, 1 to {MAX_SHARDS:,}, is expected, got {printable(text, 60)!r}; "
-            f"shards there: {len(there)}"
+            f"shards there: {len(shards)}"
         )
     expected = [folder / f"{i}.tar" for i in range(int(text))]
-    missing = [p.name for p in expected if p not in set(there)]
-    extra = [p.name for p in there if p not in set(expected)]
+    missing = [p.name for p in expected if p not in set(shards)]
+    extra = [p.name for p in shards if p not in set(expected)]
     if missing or extra:
         raise UserError(
             f"{count_file} says {text} shards (0.tar to {int(text) - 1}.tar); missing: "
@@ -195,9 +187,9 @@ def _open_shards(shards: list[Path], path: str, split: str, truth_file: Path | N
     seen: set[str] = set()
     for shard in shards:
         samples = index_shard(shard)
-        pictures = [s for s in samples if s.image is not None]
-        if pictures and all(s.text is None and s.fault is None for s in pictures):
-            raise UserError(f"{shard}: no captions: none of its {len(pictures)} pictures has a KEY.txt")
+        images = [s for s in samples if s.image is not None]
+        if images and all(s.text is None and s.fault is None for s in images):
+            raise UserError(f"{shard}: no captions: none of its {len(images)} images has a KEY.txt")
         for sample in samples:
             _take(data, sample, seen)
     _finish(data, path)
@@ -210,11 +202,11 @@ def _take(data: ImageTextData, sample: Sample, seen: set[str]) -> None:
     captions, fault = _captions(sample.text)
     fault = sample.fault or fault
     if sample.image is None:
-        fault = fault or "no picture beside its captions"
+        fault = fault or "no image beside its captions"
     if sample.key in seen and sample.fault is None:
         fault = "a duplicate key: the first one is kept"
     if fault is not None or sample.image is None:
-        data.skipped.append(BadSample(sample.key, sample.shard, fault or "no picture"))
+        data.skipped.append(BadSample(sample.key, sample.shard, fault or "no image"))
         return
     seen.add(sample.key)
     data.keys.append(sample.key)
@@ -223,7 +215,7 @@ def _take(data: ImageTextData, sample: Sample, seen: set[str]) -> None:
 
 
 def _captions(text: bytes | None) -> tuple[list[str], str | None]:
-    """(captions, None) or ([], why not): a caption a line, blank lines dropped.
+    """Captions, one a line without blank lines, and no fault; or no captions and the fault.
 
     Lines end at \\n only: str.splitlines would also break a caption at U+2028 or a vertical tab.
     """
@@ -240,7 +232,7 @@ def _captions(text: bytes | None) -> tuple[list[str], str | None]:
 def _finish(data: ImageTextData, path: str) -> ImageTextData:
     if not data.keys:
         first = f"; first of {len(data.skipped)} skipped: {data.skipped[0]}" if data.skipped else ""
-        raise UserError(f"{printable(path)} [{data.split}]: empty: no picture with a caption{first}")
+        raise UserError(f"{printable(path)} [{data.split}]: empty: no image with a caption{first}")
     return data
 
 
@@ -284,3 +276,120 @@ def _truth_of(entry: Any) -> tuple[str, ImageTruth]:
             raise ValueError("relevant must be a list of keys")
         captions.append(CaptionTruth(str(caption["level"]), relevant))
     return key, ImageTruth(n_objects, captions)
+
+
+# --- tar shards -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """A sample of a shard: offset and size of its image, and the bytes of its captions (or label), where present."""
+
+    key: str
+    shard: str
+    image: tuple[int, int] | None = None
+    text: bytes | None = None
+    fault: str | None = None
+
+
+def index_shard(path: Path, text: str = "txt") -> list[Sample]:
+    """Index the samples of a tar in the order of their first members.
+
+    A member's key is its path up to the first dot of its name, webdataset's rule. A link, a device, a sparse file, an
+    absolute path or '..' is a fault of its sample. Of two images or caption files of a key the first is kept, and
+    another Sample without either names the second.
+
+    Args:
+        path: The tar.
+        text: Suffix of caption files, or of labels ("cls").
+
+    Raises:
+        UserError: The file is no tar, stops before its end, or goes on behind it.
+    """
+    samples: dict[str, Sample] = {}
+    repeated: dict[str, Sample] = {}
+    size = path.stat().st_size
+    end, at = 0, -1
+    try:
+        with tarfile.open(path, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # ours are in ``samples``; a shard may have a million
+                if member.size < 0 or member.offset <= at:
+                    # tarfile would step back by a negative size and read the same members for ever
+                    raise UserError(f"{path}: damaged: its member {printable(member.name, 80)} has a negative size")
+                at = member.offset
+                stored = member.size if member.isreg() and not member.issparse() else 0
+                end = max(end, tar.offset if member.issparse() else member.offset_data + stored)
+                if end > size:
+                    raise UserError(
+                        f"{path}: truncated: its member {printable(member.name, 80)} ends at byte {end:,} "
+                        f"of a file of {size:,}"
+                    )
+                if not member.isdir():
+                    _add_member(samples, repeated, tar, member, str(path), text)
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a readable tar, or a truncated one: {reason(error)}{_packed(path)}") from None
+    # tarfile takes a file that stops between members for complete; a whole one ends in zero blocks.
+    rest = -(-end // _BLOCK) * _BLOCK
+    with path.open("rb") as file:
+        file.seek(rest)
+        tail = file.read(2 * _BLOCK)
+        behind = file.read(_PADDING)
+    if len(tail) < 2 * _BLOCK or any(tail):
+        raise UserError(f"{path}: truncated or damaged: no end-of-archive blocks at byte {rest:,} of {size:,}")
+    if any(behind):
+        raise UserError(
+            f"{path}: goes on behind its end-of-archive blocks at byte {rest:,} of {size:,}: tars joined by cat? "
+            "Their later members would be lost; list them as shards of their own"
+        )
+    return [*samples.values(), *repeated.values()]
+
+
+def _packed(path: Path) -> str:
+    """A hint for a compressed tar, else an empty string."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+    except OSError:
+        return ""
+    kinds = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+    kind = next((name for magic, name in kinds.items() if start.startswith(magic)), None)
+    return f"; it is compressed ({kind}): unpack it, images are read by their place in the tar" if kind else ""
+
+
+def _add_member(
+    samples: dict[str, Sample],
+    repeated: dict[str, Sample],
+    tar: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    shard: str,
+    text: str,
+) -> None:
+    name = PurePosixPath(member.name)
+    stem, _, suffix = name.name.partition(".")
+    suffix = suffix.lower()
+    if not suffix or suffix not in (*IMAGE_SUFFIXES, text):
+        return
+    key = str(name.with_name(stem)) if stem else member.name
+    sample = samples.setdefault(key, Sample(key, shard))
+    kind = "caption file" if text == "txt" else "label"
+    if (suffix == text and sample.text is not None) or (suffix != text and sample.image is not None):
+        what = kind if suffix == text else "image"
+        fault = f"a duplicate key, two {what}s: the first one is kept"
+        repeated.setdefault(key, Sample(key, shard, fault=fault))
+    elif not member.name.isascii() and any("\ud800" <= c <= "\udfff" for c in member.name):
+        sample.fault = "a name that is not UTF-8"
+    elif name.is_absolute() or ".." in name.parts:
+        sample.fault = f"its member {printable(member.name, 80)} leaves the archive's folder"
+    elif not member.isreg() or member.issparse():
+        sample.fault = f"its member {printable(member.name, 80)} is a link, a device or a sparse file, not a plain one"
+    elif suffix == text:
+        if member.size > MAX_CAPTION_BYTES:
+            sample.fault = f"a {kind} of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"
+        else:
+            file = tar.extractfile(member)
+            sample.text = file.read() if file else b""
+    else:
+        sample.image = (member.offset_data, member.size)

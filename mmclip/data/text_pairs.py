@@ -1,8 +1,8 @@
-"""Training pairs for text retrieval: a BEIR folder's judgments, or MS MARCO style triples, every fault with its line.
+"""Training pairs for text retrieval: the judgments of a BEIR folder, or MS MARCO style triples.
 
 Triples are a .tsv (query TAB positive TAB negative…, no header) or a .jsonl (``query`` or ``anchor``, ``positive``, and
-``negative``, ``negative_1``… or a list ``negatives``). Texts are numbered, equal texts alike, so that what is known to
-be relevant can be told apart from negatives wherever it stands in a batch.
+``negative``, ``negative_1``… or a list ``negatives``). Equal texts have equal ids, so that known positives of a query are
+recognized wherever they stand in a batch. Faults name their line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmclip.data.beir import TextCollection, check_text, open_beir, read_lines, read_objects
+from mmclip.data.beir import BeirCollection, check_text, open_beir, read_lines, read_objects
 from mmclip.errors import UserError, printable
 
 WATCHED_DOCUMENTS = 2000
@@ -27,16 +27,18 @@ Array = NDArray[Any]
 
 
 @dataclass
-class TrainingPairs:
-    """n pairs of a query and a document that is relevant to it.
+class TextPairs:
+    """n pairs of a query and a relevant document, with K hard negatives each.
 
-    path                       where they came from
-    queries, documents         n strings each
-    negatives                  n lists of K strings, K the same for all
-    query_ids [n]              int64; equal numbers: the same text
-    document_ids [n, 1 + K]    int64, of the document and of the negatives; equal numbers: the same text
-    relevant [m, 2]            int64 (query id, document id) of all that is known to be relevant, each once
-    notes                      what a person should know: judged documents without a word, left out
+    Attributes:
+        path: Source.
+        queries: n texts.
+        documents: n texts.
+        negatives: n lists of K texts.
+        query_ids: int64 [n], equal for equal texts.
+        document_ids: int64 [n, 1 + K] of the document and the negatives, equal for equal texts.
+        relevant: int64 [m, 2] (query id, document id), all known positives, each once.
+        notes: Remarks for the user, such as empty documents that were left out.
     """
 
     path: str
@@ -60,10 +62,7 @@ class TrainingPairs:
         return len(np.unique(self.query_ids))
 
     def dataset(self) -> Any:
-        """A datasets.Dataset: query, positive, negative_1…, and label: [query id, document id, negatives' ids…].
-
-        The collator of SentenceTransformerTrainer keeps that order, and makes int64 [B, 2 + K] of the labels.
-        """
+        """A datasets.Dataset of query, positive, negative_1…, and label [query id, document id, negatives' ids…]."""
         from datasets import Dataset
 
         columns: dict[str, Any] = {"query": self.queries, "positive": self.documents}
@@ -71,8 +70,8 @@ class TrainingPairs:
             columns[f"negative_{k + 1}"] = [row[k] for row in self.negatives]
         return Dataset.from_dict(columns | {"label": np.column_stack([self.query_ids, self.document_ids]).tolist()})
 
-    def subset(self, rows: Array | list[int]) -> TrainingPairs:
-        """The pairs of ``rows``, in that order; what is known to be relevant stays known."""
+    def subset(self, rows: Array | list[int]) -> TextPairs:
+        """Pairs of ``rows`` in that order; ``relevant`` stays whole."""
         rows = np.asarray(rows, dtype=np.int64)
         return replace(
             self,
@@ -83,8 +82,8 @@ class TrainingPairs:
             document_ids=self.document_ids[rows],
         )
 
-    def take_fraction(self, fraction: float, seed: int) -> TrainingPairs:
-        """All pairs of a random share of the queries, one at least; a smaller share's are among a larger one's."""
+    def take_fraction(self, fraction: float, seed: int) -> TextPairs:
+        """All pairs of a random share of the queries, at least one; smaller shares are subsets of larger ones."""
         if not 0 < fraction <= 1:
             raise UserError(f"--train-fraction {fraction:g}: expected a number above 0 and at most 1")
         ids = np.unique(self.query_ids)
@@ -92,8 +91,8 @@ class TrainingPairs:
         return self.subset(np.flatnonzero(np.isin(self.query_ids, kept)))
 
 
-class _Numbers:
-    """Texts to numbers, equal texts alike, each text in memory once."""
+class _Ids:
+    """Ids of texts, equal for equal texts."""
 
     def __init__(self) -> None:
         self.of: dict[str, int] = {}
@@ -106,19 +105,25 @@ class _Numbers:
         return number
 
 
-def open_pairs(path: str | Path, split: str = "train") -> TrainingPairs:
-    """A BEIR folder's ``split``, a pair for each judgment above 0, or a file of triples. Errors: UserError."""
+def open_pairs(path: str | Path, split: str = "train") -> TextPairs:
+    """Open a split of a BEIR folder, a pair for each judgment above 0, or a file of triples."""
     return _read(Path(path), split)[0]
 
 
 def hold_out(
     folder: str | Path, split: str, n_queries: int, seed: int, documents: int = WATCHED_DOCUMENTS
-) -> tuple[TrainingPairs, TextCollection | None]:
-    """(the pairs to train on, a small collection to watch meanwhile; None where ``n_queries`` is 0).
+) -> tuple[TextPairs, BeirCollection | None]:
+    """Hold out random queries with all their pairs.
 
-    ``n_queries`` random queries leave with all their pairs. They are asked of their relevant documents and random
-    others, ``documents`` in all: of the corpus, or of the positives of triples. Errors: UserError where half of the
-    queries or more are asked for.
+    Args:
+        folder: BEIR folder or file of triples.
+        split: Split of a BEIR folder.
+        n_queries: Held-out queries, fewer than half of all.
+        seed: Of the draws.
+        documents: Size of the held-out collection: relevant documents and random others.
+
+    Returns:
+        Training pairs, and the held-out collection (None for ``n_queries`` 0).
     """
     pairs, collection = _read(Path(folder), split)
     if n_queries == 0:
@@ -132,26 +137,26 @@ def hold_out(
         )
     rng = np.random.default_rng(seed)
     rows = np.sort(rng.choice(total, n_queries, replace=False))
-    asked = {collection.queries[row] for row in rows}
-    rest = pairs.subset([row for row, query in enumerate(pairs.queries) if query not in asked])
+    held_out = {collection.queries[row] for row in rows}
+    rest = pairs.subset([row for row, query in enumerate(pairs.queries) if query not in held_out])
     if not len(rest):
         raise UserError(f"{printable(folder)}: no pair is left to train on beside {n_queries} held-out queries")
     return rest, _sample(collection, rows, documents, rng)
 
 
-def _read(path: Path, split: str) -> tuple[TrainingPairs, TextCollection | None]:
+def _read(path: Path, split: str) -> tuple[TextPairs, BeirCollection | None]:
     if path.is_dir():
         collection = open_beir(path, split)
         return _judged_pairs(collection), collection
     rows = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
     if rows is None or not path.is_file():
-        why = "no such file or folder" if not path.exists() else "what is in it cannot be told from its name"
+        why = "no such file or folder" if not path.exists() else "unknown file type"
         raise UserError(f"{printable(path)}: {why}: a BEIR folder, a .tsv or a .jsonl of triples is expected")
     return _triples(path, rows(path)), None
 
 
-def _judged_pairs(collection: TextCollection) -> TrainingPairs:
-    query, document = _Numbers(), _Numbers()
+def _judged_pairs(collection: BeirCollection) -> TextPairs:
+    query, document = _Ids(), _Ids()
     queries = [query(text) for text in collection.queries]
     documents = [document(text) for text in collection.documents]
     ids = np.array([(queries[q], documents[d]) for q, d in collection.pairs], dtype=np.int64)
@@ -162,7 +167,7 @@ def _judged_pairs(collection: TextCollection) -> TrainingPairs:
     ids = ids[worded]
     if not len(ids):
         raise UserError(f"{printable(collection.path)}: every judgment above 0 is of an empty document or query")
-    return TrainingPairs(
+    return TextPairs(
         collection.path,
         [query.texts[q] for q, _ in ids],
         [document.texts[d] for _, d in ids],
@@ -174,14 +179,14 @@ def _judged_pairs(collection: TextCollection) -> TrainingPairs:
     )
 
 
-def _triples(path: Path, rows: Iterator[tuple[int, list[str]]]) -> TrainingPairs:
-    """Pairs of (line number, [query, positive, negatives…])."""
-    query, document = _Numbers(), _Numbers()
+def _triples(path: Path, rows: Iterator[tuple[int, list[str]]]) -> TextPairs:
+    """Pairs from (line number, [query, positive, negatives…])."""
+    query, document = _Ids(), _Ids()
     query_ids: list[int] = []
     document_ids: list[list[int]] = []
-    for number, (asked, *texts) in rows:
+    for number, (text_of_query, *texts) in rows:
         where = f"{printable(path)}: line {number}"
-        for name, text in zip(_names(len(texts)), (asked, *texts), strict=True):
+        for name, text in zip(_names(len(texts)), (text_of_query, *texts), strict=True):
             check_text(text, f"{where}: the {name}")
             if not text.strip():
                 raise UserError(f"{where}: the {name} is empty")
@@ -190,12 +195,12 @@ def _triples(path: Path, rows: Iterator[tuple[int, list[str]]]) -> TrainingPairs
                 f"{where}: {_negatives(len(texts) - 1)}, and {_negatives(len(document_ids[0]) - 1)} in the first: "
                 "every line must have equally many"
             )
-        query_ids.append(query(asked))
+        query_ids.append(query(text_of_query))
         document_ids.append([document(text) for text in texts])
     if not query_ids:
         raise UserError(f"{printable(path)}: no pair in it")
     queries, documents = np.array(query_ids, dtype=np.int64), np.array(document_ids, dtype=np.int64)
-    return TrainingPairs(
+    return TextPairs(
         str(path),
         [query.texts[q] for q in query_ids],
         [document.texts[row[0]] for row in document_ids],
@@ -230,8 +235,8 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     for number, entry in read_objects(path):
         where = f"{printable(path)}: line {number}"
-        asked = [name for name in ("query", "anchor") if name in entry]
-        if len(asked) != 1 or "positive" not in entry:
+        keys = [name for name in ("query", "anchor") if name in entry]
+        if len(keys) != 1 or "positive" not in entry:
             raise UserError(
                 f"{where}: query (or anchor), positive and any negatives were expected, got the keys "
                 f"{printable(', '.join(entry) or 'none', 80)}"
@@ -240,19 +245,19 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         listed = entry.get("negatives", [])
         if not isinstance(listed, list) or (single and listed):
             raise UserError(f"{where}: negatives is a list of texts, and stands alone or not at all")
-        texts = [entry[asked[0]], entry["positive"], *(entry[name] for _, name in single), *listed]
+        texts = [entry[keys[0]], entry["positive"], *(entry[name] for _, name in single), *listed]
         for name, text in zip(_names(len(texts) - 1), texts, strict=True):
             if not isinstance(text, str):
                 raise UserError(f"{where}: the {name} is a text, got {printable(repr(text), 60)}")
         yield number, texts
 
 
-def _collection(pairs: TrainingPairs) -> TextCollection:
-    """The positives of triples as what is searched, all queries as what is asked."""
+def _collection(pairs: TextPairs) -> BeirCollection:
+    """A collection of triples: all queries, with all positives as documents."""
     query = dict(zip(pairs.query_ids.tolist(), pairs.queries, strict=True))
     document = dict(zip(pairs.document_ids[:, 0].tolist(), pairs.documents, strict=True))
     row, place = ({number: at for at, number in enumerate(side)} for side in (query, document))
-    return TextCollection(
+    return BeirCollection(
         pairs.path,
         "triples",
         [str(number) for number in query],
@@ -265,8 +270,8 @@ def _collection(pairs: TrainingPairs) -> TextCollection:
     )
 
 
-def _sample(whole: TextCollection, rows: Array, documents: int, rng: np.random.Generator) -> TextCollection:
-    """Queries ``rows`` against their relevant documents and random others, in the order of ``whole``."""
+def _sample(whole: BeirCollection, rows: Array, documents: int, rng: np.random.Generator) -> BeirCollection:
+    """Queries ``rows`` with their relevant documents and random others, in the order of ``whole``."""
     of_rows = np.isin(whole.pairs[:, 0], rows)
     relevant = np.unique(whole.pairs[of_rows, 1])
     others = np.setdiff1d(np.arange(len(whole.documents)), relevant)
@@ -279,7 +284,7 @@ def _sample(whole: TextCollection, rows: Array, documents: int, rng: np.random.G
         for at, row in enumerate(rows.tolist())
         if row in whole.excluded
     }
-    return TextCollection(
+    return BeirCollection(
         whole.path,
         whole.split,
         [whole.query_ids[row] for row in rows],
@@ -289,7 +294,7 @@ def _sample(whole: TextCollection, rows: Array, documents: int, rng: np.random.G
         [whole.titles[d] for d in kept],
         np.column_stack([np.searchsorted(rows, pairs[:, 0]), np.searchsorted(kept, pairs[:, 1])]),
         whole.gains[of_rows],
-        {row: found for row, found in excluded.items() if found},
+        {row: ids for row, ids in excluded.items() if ids},
         None if whole.answers is None else [whole.answers[row] for row in rows],
         [
             f"a sample: {len(rows)} of {len(whole.queries)} training queries, held out, against their {len(relevant)} "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmclip.console import progress_bar
 from mmclip.data.image_text import ImageTextData, named
-from mmclip.data.reading import iterate_images, iterate_texts
+from mmclip.data.loading import iterate_images, iterate_texts
 from mmclip.errors import UserError, printable
 from mmclip.models.factory import ClipModel
 

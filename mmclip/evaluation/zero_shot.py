@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mmclip import metrics
 from mmclip.data.image_text import BadSample, ImageTextData
-from mmclip.data.scenes.classes import CLASSES, build_scene_classes
-from mmclip.data.shards import builtin_root, find_split, is_folder, shards_of
-from mmclip.data.tarindex import Sample, index_shard
+from mmclip.data.scenes.build import CLASSES, build_scene_classes
+from mmclip.data.shards import Sample, builtin_root, find_split, index_shard, is_folder, shards_of
 from mmclip.embeddings.encode import Runner, encode_text
 from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable

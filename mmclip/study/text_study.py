@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import require_beir
-from mmclip.data.text_places import EVALUATIONS, evaluation_name, folder_and_split
+from mmclip.data.beir import EVALUATIONS, evaluation_name, folder_and_split, require_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, PER_QUERY_FILE, RESULTS_FILE, START_FILE, Results, load_results

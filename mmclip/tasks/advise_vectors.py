@@ -30,7 +30,7 @@ from mmclip.similarity import SCALE_INIT
 from mmclip.tasks.advise_trial import Matched
 
 if TYPE_CHECKING:
-    from mmclip.data.beir import TextCollection
+    from mmclip.data.beir import BeirCollection
     from mmclip.models.text_encoder import TextEncoder
 
 VECTORS_FILE = "vectors.safetensors"
@@ -125,7 +125,7 @@ def text_split(root: Path, asked: str | None) -> tuple[str, bool]:
     return split, "train" not in there
 
 
-def drawn(data: TextCollection, limit: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def drawn(data: BeirCollection, limit: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(query rows, document rows) to encode, ascending: every document that is relevant to a drawn query and, up to
     ``limit``, others at random."""
     rng = np.random.default_rng([seed, 2])
@@ -136,7 +136,7 @@ def drawn(data: TextCollection, limit: int, seed: int) -> tuple[np.ndarray, np.n
     return queries, np.sort(np.concatenate([needed, others[: max(0, limit - len(needed))]]))
 
 
-def stand_in_rows(data: TextCollection, queries: np.ndarray, dim: int, settings: AdviseConfig) -> np.ndarray:
+def stand_in_rows(data: BeirCollection, queries: np.ndarray, dim: int, settings: AdviseConfig) -> np.ndarray:
     """Documents with a title and a text, for kappa where the queries are too few for it; enough for its nulls."""
     if not settings.fisher or len(queries) >= PER_DIMENSION * dim:
         return np.empty(0, dtype=np.int64)

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import TextCollection
-from mmclip.data.text_pairs import TrainingPairs
-from mmclip.data.text_places import EVALUATIONS, evaluation_name
+from mmclip.data.beir import EVALUATIONS, BeirCollection, evaluation_name
+from mmclip.data.text_pairs import TextPairs
 from mmclip.errors import printable
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import evaluate
@@ -49,7 +48,7 @@ class Evaluations:
         self.documents: list[str] = []
         self.vectors = torch.zeros(0, 0)
 
-    def vectors_of(self, collection: TextCollection) -> tuple[Tensor, Tensor]:
+    def vectors_of(self, collection: BeirCollection) -> tuple[Tensor, Tensor]:
         """(queries [Q, D], documents [N, D]), raw."""
         batch = self.settings.encode_batch_size
         if self.documents != collection.documents:
@@ -62,7 +61,7 @@ class Evaluations:
         self.documents = []
 
 
-def about(settings: TextTrainConfig, run: Run, pairs: TrainingPairs, steps: int) -> Json:
+def about(settings: TextTrainConfig, run: Run, pairs: TextPairs, steps: int) -> Json:
     """What both the model and its results say of the run: what is needed to repeat it and to score with it."""
     model = run.model
     return {
@@ -90,7 +89,7 @@ def how_to_score(norm: str, gamma_d: float) -> str:
 
 
 @torch.no_grad()
-def measure_start(run: Run, pairs: TrainingPairs, val: Sequence[TextCollection], evaluations: Evaluations) -> None:
+def measure_start(run: Run, pairs: TextPairs, val: Sequence[BeirCollection], evaluations: Evaluations) -> None:
     """Write start.json; no weight is changed. A run that goes on after its first step keeps what it has."""
     path = run.folder / START_FILE
     if run.step or path.is_file():
@@ -136,7 +135,7 @@ def measure_start(run: Run, pairs: TrainingPairs, val: Sequence[TextCollection],
     print(f"before the first step: {printable(path)}", file=sys.stderr, flush=True)
 
 
-def _training_vectors(run: Run, pairs: TrainingPairs) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
+def _training_vectors(run: Run, pairs: TextPairs) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
     """Raw queries, raw documents, and (query rows, document rows) of random training pairs, as many as the Fisher
     report and its nulls have a use for."""
     dataset = pairs.dataset()
@@ -154,7 +153,7 @@ def _training_vectors(run: Run, pairs: TrainingPairs) -> tuple[Tensor, Tensor, t
     return vectors[0], vectors[1], (rows[0], rows[1])
 
 
-def _title_vectors(run: Run, collection: TextCollection) -> tuple[Tensor, Tensor] | None:
+def _title_vectors(run: Run, collection: BeirCollection) -> tuple[Tensor, Tensor] | None:
     """Titles as queries and their texts as documents; None where there are too few for a condition number."""
     rows, seen = [], set()
     for row, (title, document) in enumerate(zip(collection.titles, collection.documents, strict=True)):
@@ -174,7 +173,7 @@ def _title_vectors(run: Run, collection: TextCollection) -> tuple[Tensor, Tensor
 # --- after the last ---------------------------------------------------------------------------------------------------
 
 
-def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluations: Evaluations) -> None:
+def finish(run: Run, pairs: TextPairs, val: list[BeirCollection], evaluations: Evaluations) -> None:
     """Write model/, evaluate, write results.json and evaluations/. Rank 0 only."""
     require_finite(run.model.encoder, run.step)
     settings, native = run.settings, exponents_of(run.loss)
@@ -211,7 +210,7 @@ def finish(run: Run, pairs: TrainingPairs, val: list[TextCollection], evaluation
         _say(results.json, collection, folder)
 
 
-def _say(content: Mapping[str, Any], collection: TextCollection, folder: Path) -> None:
+def _say(content: Mapping[str, Any], collection: BeirCollection, folder: Path) -> None:
     """nDCG@10 of every scoring, natively and corrected, on one line each data set."""
     retrieval = content["retrieval"][Direction.Q2D.value]
     by = "  ".join(f"{name} {numbers['ndcg@10']:.4f}" for name, numbers in retrieval.items() if "ndcg@10" in numbers)
@@ -219,5 +218,5 @@ def _say(content: Mapping[str, Any], collection: TextCollection, folder: Path) -
     print(f"results: {printable(folder / 'results.json')}")
 
 
-def _place(collection: TextCollection) -> Json:
+def _place(collection: BeirCollection) -> Json:
     return {"path": collection.path, "split": collection.split}

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerState
 
 from mmclip import distributed
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import quick_rates
@@ -50,7 +50,7 @@ class Run(TrainerCallback):
         folder: Path,
         model: TextEncoder,
         trainer: TextTrainer,
-        held_out: TextCollection | None,
+        held_out: BeirCollection | None,
         steps_per_epoch: int,
         checkpoint: Path | None,
         negatives: int = 0,

@@ -18,8 +18,7 @@ import torch
 
 from mmclip import distributed
 from mmclip.config import TrainConfig
-from mmclip.data.loading import Batch
-from mmclip.data.reading import ReaderDied
+from mmclip.data.loading import Batch, ReaderDied
 from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmclip.data.image_text import ImageTextData
-from mmclip.data.reading import ReaderDied, iterate_images, iterate_texts
+from mmclip.data.loading import ReaderDied, iterate_images, iterate_texts
 from mmclip.data.shards import open_data
 from tests.data.test_data import good, jpeg, write_tar
 from tests.data.test_loader import TRANSFORM, tokenize

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmclip.data.scenes.build import VARIANTS, SceneSizes, build_scenes
+from mmclip.data.scenes.build import (
+    CLASSES,
+    TEMPLATES,
+    VARIANTS,
+    SceneSizes,
+    build_scene_classes,
+    build_scenes,
+    class_names,
+)
 from mmclip.data.scenes.captions import render
-from mmclip.data.scenes.classes import CLASSES, TEMPLATES, build_scene_classes, class_names
 from mmclip.data.scenes.world import COLOURS, PLACES, SHAPES, SIZES, Description, Thing
 from mmclip.errors import UserError
 from tests.data.test_scenes import all_files, read

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.data.beir import TextCollection, joined, open_beir
+from mmclip.data.beir import BeirCollection, joined, open_beir
 from mmclip.errors import UserError
 from tests.helpers.texts import make_beir, write_jsonl, write_qrels
 
@@ -157,7 +157,7 @@ def test_the_fingerprint_tells_collections_apart(beir: Path, tmp_path: Path) -> 
     second = fingerprint_of(same)
     change(same / "queries.jsonl", 1, '{"_id": "q0", "text": "ab", "excluded_ids": ["d5"]}')
     assert len({first, second, fingerprint_of(same)}) == 3
-    one, two = (TextCollection("", "", ["q"], texts, ["d"], ["x"], [""], np.zeros((1, 2)), np.ones(1))
+    one, two = (BeirCollection("", "", ["q"], texts, ["d"], ["x"], [""], np.zeros((1, 2)), np.ones(1))
                 for texts in (["a", "b"], ["ab", ""]))  # fmt: skip
     assert one.fingerprint() != two.fingerprint()
 

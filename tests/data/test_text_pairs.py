@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.data.beir import open_beir
-from mmclip.data.text_pairs import TrainingPairs, hold_out, open_pairs
+from mmclip.data.text_pairs import TextPairs, hold_out, open_pairs
 from mmclip.errors import UserError
 from tests.helpers.texts import make_beir, write_jsonl, write_qrels
 
@@ -38,7 +38,7 @@ def triples(tmp_path: Path) -> Path:
     return path
 
 
-def check(pairs: TrainingPairs) -> None:
+def check(pairs: TextPairs) -> None:
     """Equal numbers are equal texts, on each side, and every pair is known to be relevant."""
     assert pairs.query_ids.dtype == pairs.document_ids.dtype == pairs.relevant.dtype == np.int64
     texts = [[pairs.documents[i], *pairs.negatives[i]] for i in range(len(pairs))]

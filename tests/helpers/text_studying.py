@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.evaluation.results import Results
 from mmclip.similarity import Exponents, Normalization
 from mmclip.study.text_study import TextArm
@@ -21,10 +21,10 @@ N, QUERIES, DIM = 90, 70, 12
 INSIDE, OUTSIDE = "scifact-test", "cranfield-test"
 
 
-def collection(name: str, queries: int = QUERIES) -> TextCollection:
+def collection(name: str, queries: int = QUERIES) -> BeirCollection:
     """Each query has one relevant document, the first ones two queries; half of the documents answer nothing."""
     asked = np.arange(queries)
-    return TextCollection(
+    return BeirCollection(
         path=name,
         split="test",
         query_ids=[f"q{i}" for i in asked],

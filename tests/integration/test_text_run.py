@@ -16,7 +16,7 @@ from mmclip.commands import train_text as text_run
 from mmclip.commands.train_text import build_loss, check_settings, open_data
 from mmclip.commands.train_text import run as train_text
 from mmclip.config import TextTrainConfig
-from mmclip.data.text_places import folder_and_split
+from mmclip.data.beir import folder_and_split
 from mmclip.errors import UserError
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.models.text_encoder import load_text_model

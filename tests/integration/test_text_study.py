@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mmclip.config import StudyConfig
-from mmclip.data.text_places import EVALUATIONS, folder_and_split
+from mmclip.data.beir import EVALUATIONS, folder_and_split
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.study.finished import damaged

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip.commands.rag import best_documents
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.errors import UserError
 from mmclip.metrics import mean_intervals, paired_difference
 from mmclip.similarity import Normalization
@@ -24,7 +24,7 @@ from tests.helpers.readers import Repeats
 SCORINGS = {n: Normalization(n).exponents for n in ("cosine", "dot", "qnorm", "dnorm")}
 
 
-def planted(queries: int = 12) -> tuple[TextCollection, torch.Tensor, torch.Tensor]:
+def planted(queries: int = 12) -> tuple[BeirCollection, torch.Tensor, torch.Tensor]:
     """Document 2i answers query i and is long; document 2i + 1 has the better angle and says something else."""
     angle = torch.arange(queries) * 0.5
     query = torch.stack([angle.cos(), angle.sin()], 1)
@@ -32,7 +32,7 @@ def planted(queries: int = 12) -> tuple[TextCollection, torch.Tensor, torch.Tens
     bad = torch.stack([(angle + 0.01).cos(), (angle + 0.01).sin()], 1)
     document = torch.stack([good, bad], 1).reshape(-1, 2)
     texts = [t for i in range(queries) for t in (f"answer {i}", f"other thing {i}")]
-    collection = TextCollection(
+    collection = BeirCollection(
         "planted", "test", [f"q{i}" for i in range(queries)], [f"question {i}?" for i in range(queries)],
         [f"d{i}" for i in range(2 * queries)], texts, [""] * (2 * queries),
         np.array([(i, 2 * i) for i in range(queries)]), np.ones(queries),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.data.text_pairs import open_pairs
 from mmclip.training.text_finish import Evaluations, _title_vectors, _training_vectors, how_to_score
 from tests.helpers.texts import make_beir
@@ -29,10 +29,10 @@ class Encoder:
         return torch.tensor([[len(t.split()), float(role == "document")] for t in texts])
 
 
-def collection(titles: list[str], texts: list[str], split: str = "test") -> TextCollection:
+def collection(titles: list[str], texts: list[str], split: str = "test") -> BeirCollection:
     documents = [f"{a} {b}".strip() for a, b in zip(titles, texts, strict=True)]
     names = [f"d{i}" for i in range(len(documents))]
-    return TextCollection("p", split, ["q"], ["what"], names, documents, titles, np.array([[0, 0]]), np.ones(1))
+    return BeirCollection("p", split, ["q"], ["what"], names, documents, titles, np.array([[0, 0]]), np.ones(1))
 
 
 @pytest.mark.parametrize(

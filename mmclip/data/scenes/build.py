@@ -1,15 +1,15 @@
-"""The built-in scenes: a generated retrieval data set in clip-benchmark's webdataset layout, with exact relevance.
+"""The built-in scenes: a generated retrieval data set with exact relevance, in clip-benchmark's webdataset layout.
 
     ROOT/VARIANT/
       dataset_type.txt            "retrieval"
-      scenes.json                 generator version, variant, seed, sizes: the mark of a complete build
+      scenes.json                 generator version, variant, seed, sizes: marks a complete build
       SPLIT/nshards.txt           SPLIT is train, test or distractors
       SPLIT/{0..n-1}.tar          KEY.json (the scene), KEY.png, KEY.txt (five captions, one a line)
       SPLIT/truth.jsonl           a line an image, in tar order:
           {"key": "test-00000", "n_objects": 2, "captions": [{"level": "full", "relevant": ["test-00000"]}, ...]}
 
 ``captions`` follows the lines of KEY.txt. ``relevant`` holds the keys of all images of that split which the caption
-describes (scene_truth.py says how a caption is read); train has no ``relevant``. In ``distractors`` every level is
+describes (world.py defines how a caption is read); train has no ``relevant``. In ``distractors`` every level is
 "distractor", ``relevant`` is empty, and the picture and each caption have a ``kind``: those pictures are described by
 no test caption, and those captions describe neither a test picture nor a distractor.
 
@@ -19,6 +19,13 @@ picture, every caption full and of as many words, every test caption with exactl
 like the test split itself: nothing about a caption or a picture alone predicts relevance.
 
 No scene of test or distractors occurs in train.
+
+    ROOT/scenes-classes/          pictures of one object by colour and shape, for zero-shot classification
+      dataset_type.txt, classnames.txt, zeroshot_classification_templates.txt
+      scenes.json                 marks a complete build
+      test/nshards.txt, test/0.tar        KEY.json (the scene), KEY.png, KEY.cls (the class)
+
+Every class has every size in every place as often, drawn with random numbers of their own.
 """
 
 from __future__ import annotations
@@ -30,18 +37,18 @@ import os
 import shutil
 import sys
 import tarfile
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from mmclip.console import progress_bar
 from mmclip.data.scenes.drawing import draw_nothing, draw_picture, png_bytes
 from mmclip.data.scenes.plan import Sample, plan_informative, plan_uninformative
-from mmclip.data.scenes.world import SceneTable
+from mmclip.data.scenes.world import COLOURS, PLACES, SHAPES, SIZES, Scene, Thing, described
 from mmclip.errors import UserError
 
 VARIANTS = ("scenes", "scenes-uninformative")
@@ -49,15 +56,15 @@ SPLITS = ("train", "test", "distractors")
 GENERATOR_VERSION = 1  # raised whenever the same seed would give other bytes: older builds are then replaced
 _MARKER = "scenes.json"
 _SHARD = 1000  # images a tar
-_STALE_SECONDS = 3600.0  # a partial folder this old belongs to a build that died
+CLASSES = "scenes-classes"
+CLASSES_VERSION = 1  # raised whenever the same seed would give other bytes
+TEMPLATES = ("{c}", "a picture with {c}", "there is {c}")  # as captions say it
+PICTURES = 2  # of a class, size and place: 20 a class
 
 
 @dataclass(frozen=True)
 class SceneSizes:
-    """Images a split.
-
-    Errors: UserError for a split without images, or more than there are different scenes and near misses for.
-    """
+    """Images of each split, limited by the number of different scenes and near misses (UserError)."""
 
     train: int = 7000
     test: int = 600
@@ -75,13 +82,10 @@ class SceneSizes:
 
 
 def build_scenes(root: Path, variant: str = "scenes", seed: int = 0, sizes: SceneSizes = SceneSizes()) -> Path:
-    """Makes sure that the built-in scenes are on disk and returns their folder, ``root/variant``.
+    """Draw the built-in scenes unless they are on disk; returns their folder, ``root/variant``.
 
-    Built in a folder beside it and renamed when complete, so an interrupted build leaves nothing that looks finished
-    and two builds at once end in one whole folder. A complete build of the same version, seed and sizes is kept; any
-    other build is replaced. The same arguments give the same bytes.
-
-    Errors: UserError for an unknown variant, a negative seed, or a folder there that is no build of scenes.
+    A complete build of the same version, seed and sizes is kept, any other build is replaced. The same arguments give
+    the same bytes. UserError for an unknown variant, a negative seed, or a folder that is no build of scenes.
     """
     if variant not in VARIANTS:
         raise UserError(f"scene variant {variant!r}; valid: {', '.join(VARIANTS)}")
@@ -92,63 +96,35 @@ def build_scenes(root: Path, variant: str = "scenes", seed: int = 0, sizes: Scen
 
 
 def build_folder(target: Path, marker: object, write: Callable[[Path], None]) -> Path:
-    """``target``, made by ``write`` unless a build with this marker is there already. Errors: UserError for a folder
-    there that is no build of scenes."""
-    if _read_marker(target) == marker:
-        return target
+    """Write a folder that is complete or absent, unless one with this marker exists; one process at a time.
+
+    Raises:
+        UserError: Another kind of folder is in the way.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
-    try:
+    with FileLock(target.parent / f".{target.name}.lock"):
+        if _read_marker(target) == marker:
+            return target
+        partial = target.parent / f".{target.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
+        partial.mkdir()
         write(partial)
         (partial / _MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        _put_in_place(partial, target, marker)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)  # an older version
+        os.replace(partial, target)
     return target
 
 
 def _read_marker(target: Path) -> object:
-    """The marker's content; None where nothing (or an empty folder) is. Errors: UserError for a foreign folder."""
+    """Content of a build's marker; None for no folder or an empty one."""
     try:
         return json.loads((target / _MARKER).read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         return {}
     except (FileNotFoundError, NotADirectoryError):
-        if target.is_dir() and not any(target.iterdir()):
-            return None
-        if target.exists():
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise UserError(f"{target} exists and is no build of the scenes ({_MARKER} is missing); move it") from None
         return None
-
-
-def _put_in_place(partial: Path, target: Path, marker: object) -> None:
-    """Renames the finished folder; whatever another process put there meanwhile stays if it is the same build."""
-    for _ in range(10):
-        try:
-            os.replace(partial, target)  # replaces an empty folder, refuses a full one
-            return
-        except OSError:
-            if _read_marker(target) == marker:
-                return
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".partial", dir=target.parent))
-        try:
-            os.replace(target, old)
-        except FileNotFoundError:
-            pass  # another process moved it first
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-    raise UserError(f"{target} keeps changing while the scenes are built; stop the other builds")
-
-
-def _remove_stale(target: Path) -> None:
-    for left in target.parent.glob(f".{target.name}-*.partial"):
-        try:
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-        except FileNotFoundError:
-            pass
 
 
 def _write_all(folder: Path, variant: str, seed: int, sizes: SceneSizes) -> None:
@@ -164,7 +140,7 @@ def _write_all(folder: Path, variant: str, seed: int, sizes: SceneSizes) -> None
 
 @contextlib.contextmanager
 def drawing(name: str, pictures: int) -> Iterator[Callable[[], object]]:
-    """A bar of as many pictures, moved by what it yields; where there is no terminal for one, a line beforehand."""
+    """A progress bar of ``pictures`` steps, or one line without a terminal; yields a function that advances it."""
     label = f"drawing builtin:{name}"
     if not sys.stderr.isatty():
         print(f"{label}: {pictures:,} pictures, kept for later runs", file=sys.stderr, flush=True)
@@ -174,7 +150,7 @@ def drawing(name: str, pictures: int) -> Iterator[Callable[[], object]]:
 
 
 def _write_split(folder: Path, samples: list[Sample], seed: list[int], advance: Callable[[], object]) -> None:
-    """The split's shards, nshards.txt and truth.jsonl; ``advance`` is called once an image."""
+    """Write the shards of a split, nshards.txt and truth.jsonl; ``advance`` is called once an image."""
     folder.mkdir()
     n_shards = (len(samples) + _SHARD - 1) // _SHARD
     for shard in range(n_shards):
@@ -189,7 +165,7 @@ def _write_split(folder: Path, samples: list[Sample], seed: list[int], advance: 
 
 
 def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """A member without a time and an owner: the same content gives the same bytes."""
+    """Add a member without time and owner, so that equal content gives equal bytes."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(content), 0o644
     tar.addfile(info, io.BytesIO(content))
@@ -200,7 +176,7 @@ def _key(split: str, i: int) -> str:
 
 
 def _files(sample: Sample, rng: np.random.Generator) -> Iterator[tuple[str, bytes]]:
-    """(extension, content) of one sample's files, in the order in which they are stored."""
+    """(extension, content) of a sample's files in the order of the shard."""
     scene = sample.scene.to_json() if sample.scene else {"kind": sample.kind, "objects": []}
     picture = draw_picture(rng, sample.scene) if sample.scene else draw_nothing(rng, sample.kind or "blank")
     yield "json", json.dumps(scene).encode()
@@ -209,9 +185,10 @@ def _files(sample: Sample, rng: np.random.Generator) -> Iterator[tuple[str, byte
 
 
 def _truth(split: str, samples: list[Sample]) -> Iterator[dict[str, object]]:
-    """The lines of truth.jsonl. Train's list no relevant images: each would name hundreds, and nothing reads them."""
+    """Lines of truth.jsonl; those of train list no relevant images, which would be hundreds each."""
     owners = [i for i, sample in enumerate(samples) if sample.scene is not None]
-    table = SceneTable([sample.scene for sample in samples if sample.scene is not None])
+    claims = [c.description for s in samples for c in s.captions if c.description] if split != "train" else []
+    rows = described([sample.scene for sample in samples if sample.scene is not None], claims)
     for i, sample in enumerate(samples):
         captions = []
         for caption in sample.captions:
@@ -220,9 +197,56 @@ def _truth(split: str, samples: list[Sample]) -> Iterator[dict[str, object]]:
                 entry["kind"] = caption.kind
             if split != "train":
                 claim = caption.description
-                entry["relevant"] = [_key(split, owners[n]) for n in (table.described(claim) if claim else ())]
+                entry["relevant"] = [_key(split, owners[n]) for n in (rows[claim] if claim else ())]
             captions.append(entry)
         line: dict[str, object] = {"key": _key(split, i)}
         if sample.kind is not None:
             line["kind"] = sample.kind
         yield {**line, "n_objects": len(sample.scene.things) if sample.scene else 0, "captions": captions}
+
+
+def class_names() -> list[str]:
+    """The 42 classes with their article, as in captions.
+
+    >>> class_names()[0], class_names()[6]
+    ('a red circle', 'an orange circle')
+    """
+    return [f"a{'n' * (colour == 'orange')} {colour} {shape}" for colour, shape in product(COLOURS, SHAPES)]
+
+
+def build_scene_classes(root: Path, seed: int = 0, pictures: int = PICTURES) -> Path:
+    """Draw the pictures of classes unless they are on disk, as ``build_scenes`` does; returns their folder.
+
+    Args:
+        root: Folder of built-in data.
+        seed: Of the drawing.
+        pictures: Pictures of a class, size and place: a tenth of those of a class.
+    """
+    if seed < 0 or not 1 <= pictures <= 1000:
+        raise UserError(f"seed {seed}, {pictures} pictures; valid: 0 or more, and 1 to 1000")
+    marker = {"generator": GENERATOR_VERSION, "classes": CLASSES_VERSION, "seed": seed, "pictures": pictures}
+    return build_folder(Path(root) / CLASSES, marker, lambda folder: _write_classes(folder, seed, pictures))
+
+
+def _write_classes(folder: Path, seed: int, pictures: int) -> None:
+    names = class_names()
+    for name, lines in (
+        ("dataset_type.txt", ["classification"]),
+        ("classnames.txt", names),
+        ("zeroshot_classification_templates.txt", list(TEMPLATES)),
+    ):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (folder / "test").mkdir()
+    (folder / "test" / "nshards.txt").write_text("1\n", encoding="utf-8")
+    total = len(names) * len(SIZES) * len(PLACES) * pictures
+    shard = folder / "test" / "0.tar"
+    with drawing(CLASSES, total) as advance, tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for label, (colour, shape) in enumerate(product(COLOURS, SHAPES)):
+            for i, (size, place, _) in enumerate(product(SIZES, PLACES, range(pictures))):
+                scene = Scene(place, (Thing(size, colour, shape),))
+                picture = draw_picture(np.random.default_rng([seed, len(VARIANTS), label, i]), scene)
+                key = f"{colour}-{shape}-{i:03d}"
+                add_file(tar, f"{key}.json", json.dumps(scene.to_json()).encode())
+                add_file(tar, f"{key}.png", png_bytes(picture))
+                add_file(tar, f"{key}.cls", str(label).encode())
+                advance()

@@ -1,7 +1,6 @@
-"""What the built-in scenes mean: a scene, and a description with ``describes(scene)``.
+"""Scenes, and descriptions with ``describes(scene)``: the ground truth of the built-in data.
 
-A caption is first a `Description`; its text is rendered from it (scene_captions.py), so that truth cannot drift from
-the words. How a text is to be read:
+The text of a caption is rendered from its `Description` (captions.py), so truth and words cannot disagree:
 
 - a **full** caption gives size, colour and shape of everything and the layout: it describes exactly the scenes with
   that inventory and layout ("a small red circle left of a large blue star"). Chains run through the picture ("A left
@@ -15,20 +14,15 @@ No text belongs to two descriptions: a partial caption never gives everything to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import permutations
-
-import numpy as np
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple")
 SIZES = ("small", "large")
 PLACES = ("left", "right", "top", "bottom", "middle")  # layouts of one object
 LAYOUTS = {1: PLACES, 2: ("row", "column"), 3: ("row", "column"), 4: ("grid",)}  # by number of objects
-MAX_OBJECTS = 4
-
-RELATIONS = ("left of", "above")  # their inverses are words only
 
 
 @dataclass(frozen=True)
@@ -119,70 +113,17 @@ def related(relation: str, first: tuple[int, int], second: tuple[int, int]) -> b
     return first[axis] < second[axis]
 
 
-@dataclass
-class SceneTable:
-    """Many scenes as arrays: which of them does a description describe, all at once (`Description.describes`)."""
-
-    scenes: list[Scene]
-    _known: dict[Description, np.ndarray] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def _codes(self) -> np.ndarray:
-        """[N, MAX_OBJECTS, 3] object of attribute words; None where there is no object."""
-        codes = np.full((len(self.scenes), MAX_OBJECTS, 3), None, dtype=object)
-        for n, scene in enumerate(self.scenes):
-            codes[n, : len(scene.things)] = [thing.attributes for thing in scene.things]
-        return codes
-
-    @cached_property
-    def _has(self) -> dict[str, np.ndarray]:
-        """word -> [N, MAX_OBJECTS] bool: the object in that slot has the attribute."""
-        kinds = (SIZES, COLOURS, SHAPES)
-        return {word: self._codes[:, :, kind] == word for kind, words in enumerate(kinds) for word in words}
-
-    @cached_property
-    def _present(self) -> np.ndarray:
-        """[N, MAX_OBJECTS] bool: the slot holds an object."""
-        return np.arange(MAX_OBJECTS) < np.array([[len(scene.things)] for scene in self.scenes]).reshape(-1, 1)
-
-    @cached_property
-    def _relations(self) -> dict[str, np.ndarray]:
-        """relation -> [N, MAX_OBJECTS, MAX_OBJECTS] bool: slot i is left of (above) slot j."""
-        tables = {relation: np.zeros((len(self.scenes), MAX_OBJECTS, MAX_OBJECTS), bool) for relation in RELATIONS}
-        for n, scene in enumerate(self.scenes):
-            for i, j in permutations(range(len(scene.things)), 2):
-                for relation, table in tables.items():
-                    table[n, i, j] = related(relation, scene.cells[i], scene.cells[j])
-        return tables
-
-    @cached_property
-    def _by_scene(self) -> dict[Scene, list[int]]:
-        index: dict[Scene, list[int]] = {}
-        for n, scene in enumerate(self.scenes):
-            index.setdefault(scene, []).append(n)
-        return index
-
-    def described(self, description: Description) -> np.ndarray:
-        """Indices of the scenes that the description describes, ascending: [n] int64."""
-        if description not in self._known:
-            self._known[description] = self._find(description)
-        return self._known[description]
-
-    def _find(self, description: Description) -> np.ndarray:
-        if description.layout is not None:
-            return np.array(self._by_scene.get(Scene(description.layout, description.things), []), dtype=np.int64)
-        if description.count is not None:
-            return np.flatnonzero(self._present.sum(axis=1) == description.count)
-        fits = []
-        for thing in description.things:
-            fit = self._present
-            for word in thing.attributes:
-                fit = fit if word is None else fit & self._has[word]
-            fits.append(fit)
-        true = np.zeros(len(self.scenes), dtype=bool)
-        for chosen in permutations(range(MAX_OBJECTS), len(fits)):
-            holds = np.logical_and.reduce([fit[:, i] for fit, i in zip(fits, chosen, strict=True)])
-            if description.relation is not None:
-                holds = holds & self._relations[description.relation][:, chosen[0], chosen[1]]
-            true |= holds
-        return np.flatnonzero(true)
+def described(scenes: list[Scene], descriptions: Iterable[Description]) -> dict[Description, list[int]]:
+    """Rows of the scenes that each description describes, ascending."""
+    rows_of_scene: dict[Scene, list[int]] = {}
+    for row, scene in enumerate(scenes):
+        rows_of_scene.setdefault(scene, []).append(row)
+    words = [frozenset(a for thing in scene.things for a in thing.attributes) for scene in scenes]
+    result: dict[Description, list[int]] = {}
+    for claim in dict.fromkeys(descriptions):
+        if claim.layout is not None:
+            result[claim] = rows_of_scene.get(Scene(claim.layout, claim.things), [])
+        else:  # a scene without one of its words cannot fit
+            needed = {a for thing in claim.things for a in thing.attributes if a}
+            result[claim] = [row for row, s in enumerate(scenes) if needed <= words[row] and claim.describes(s)]
+    return result
