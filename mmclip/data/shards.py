@@ -7,7 +7,6 @@ in ``skipped``, and the rest is used. Shards are indexed, never unpacked: an ima
 from __future__ import annotations
 
 import glob
-import itertools
 import json
 import os
 import re
@@ -95,14 +94,12 @@ def _expanded(source: str) -> list[Path]:
     shards: list[Path] = []
     try:
         for part in source.split("::"):
-            if any(len(digits) > 7 for digits in re.findall(r"\.\.-?(\d+)", part)):  # braceexpand would list them all
+            if _most_names(part) > MAX_SHARDS:
                 raise UserError(f"{printable(part)}: a pattern of more than {MAX_SHARDS:,} shards")
-            for name in itertools.islice(braceexpand(part), MAX_SHARDS + 1 - len(shards)):
+            for name in braceexpand(part):
                 wild = glob.has_magic(name) and not Path(name).exists()
                 matches = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
                 shards += _in_order([Path(p) for p in matches]) or [Path(name)]
-            if len(shards) > MAX_SHARDS:
-                raise UserError(f"{printable(part)}: a pattern of more than {MAX_SHARDS:,} shards")
     except OSError as error:
         raise UserError(f"{printable(source)}: {printable(error.strerror or error)}; valid: {FORMS}") from None
     except (ValueError, RecursionError) as error:
@@ -112,6 +109,16 @@ def _expanded(source: str) -> list[Path]:
     if not any(s.suffix == ".tar" for s in shards):
         raise UserError(f"{printable(source)}: no such data; valid: {FORMS}")
     return shards
+
+
+def _most_names(pattern: str) -> int:
+    """An upper bound of the names that braceexpand makes of a pattern: it lists inner braces before the first name."""
+    names = 1
+    while group := re.search(r"\{([^{}]*)\}", pattern):
+        span = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?", group[1])
+        names *= abs(int(span[2]) - int(span[1])) + 1 if span else group[1].count(",") + 1
+        pattern = pattern[: group.start()] + pattern[group.end() :]
+    return names
 
 
 def _in_order(shards: Iterable[Path]) -> list[Path]:

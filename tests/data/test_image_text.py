@@ -41,7 +41,7 @@ def test_every_picture_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no picture", jpeg()[:150], b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
+    "content", [b"", b"no image", jpeg()[:150], b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
 )
 def test_an_unreadable_picture_is_a_bad_sample_when_it_is_read(tmp_path: Path, content: bytes) -> None:
     data = open_data(str(write_tar(tmp_path / "0.tar", [("b.jpg", content), ("b.txt", b"x"), *good(1)])))
@@ -116,11 +116,11 @@ def test_pictures_made_to_fill_memory_or_hours_are_bad_samples(
 
 
 @pytest.mark.parametrize("key", ["absolute", "beside the CSV"])
-@pytest.mark.parametrize("fault", ["damaged", "gone", "no picture", "in a folder's place"])
+@pytest.mark.parametrize("fault", ["damaged", "gone", "no image", "in a folder's place"])
 def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path, key: str, fault: str) -> None:
     picture, table = tmp_path / "shown" / "bad.jpg", tmp_path / "pairs.csv"
     picture.parent.mkdir()
-    picture.write_bytes(b"no picture" if fault == "no picture" else jpeg()[:150])
+    picture.write_bytes(b"no image" if fault == "no picture" else jpeg()[:150])
     table.write_text(f"filepath\ttitle\n{picture if key == 'absolute' else 'shown/bad.jpg'}\tone\n", encoding="utf-8")
     data = open_data(str(table))
     if fault in ("gone", "in a folder's place"):
@@ -139,7 +139,7 @@ def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path
 
 
 def test_a_bad_picture_of_a_shard_is_named_by_key_and_shard(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "0.tar", [("b.jpg", b"no picture"), ("b.txt", b"x")])
+    shard = write_tar(tmp_path / "0.tar", [("b.jpg", b"no image"), ("b.txt", b"x")])
     with pytest.raises(BadSample) as error:
         open_data(str(shard)).read_image(0)
     assert str(error.value).startswith(f"b in {shard}: not a readable picture")

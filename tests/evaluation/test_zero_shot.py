@@ -129,7 +129,7 @@ def test_samples_that_cannot_be_used_are_left_out_and_named(classes: Path, tiny_
     assert found["n_images"] == 41
     reasons = {
         "outside": "label 6 of 6 classes", "word": "a whole number, got", "bare": "KEY.cls is missing",
-        "lone": "no picture beside its label", "torn": "", good.keys[0]: "a duplicate key",
+        "lone": "no image beside its label", "torn": "", good.keys[0]: "a duplicate key",
     }  # fmt: skip
     assert set(found["skipped"]) == set(reasons)
     assert all(reason in found["skipped"][key] for key, reason in reasons.items())
