@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.data.distractors import KINDS, TWINS, Corrupted, captions
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import Runner, encode_image, encode_text
@@ -89,7 +89,7 @@ def text_sizes(texts: Sequence[str]) -> dict[str, Array]:
     }
 
 
-def text_set(collection: TextCollection, query: Tensor, document: Tensor) -> EvalSet:
+def text_set(collection: BeirCollection, query: Tensor, document: Tensor) -> EvalSet:
     """A collection with its raw embeddings, query [Q, D] and document [N, D]; every row is resampled by itself.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip import metrics
-from mmclip.data.beir import TextCollection, read_lines
+from mmclip.data.beir import BeirCollection, read_lines
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.retrieval import Ranking
@@ -28,7 +28,7 @@ Array = NDArray[Any]
 Scored = Mapping[str, Mapping[str, float]]  # query -> document -> score
 
 
-def measure_run(collection: TextCollection, run: Scored, rates: Iterable[str]) -> dict[str, Array]:
+def measure_run(collection: BeirCollection, run: Scored, rates: Iterable[str]) -> dict[str, Array]:
     """The same of somebody's run, by ids (:func:`read_run`), sorted as ir_measures does: rate -> [Q], of all queries of
     the collection, 0 for those that the run does not answer."""
     qrels: dict[str, dict[str, float]] = {name: {} for name in collection.query_ids}
@@ -65,7 +65,7 @@ def _measured(
     return found
 
 
-def require_trec_ids(collection: TextCollection) -> None:
+def require_trec_ids(collection: BeirCollection) -> None:
     """Errors: UserError naming the first id with white space in it, which a line of a TREC file cannot hold."""
     for kind, ids in (("query", collection.query_ids), ("document", collection.document_ids)):
         for name in ids:
@@ -76,7 +76,7 @@ def require_trec_ids(collection: TextCollection) -> None:
                 )
 
 
-def write_run(path: Path, collection: TextCollection, ranking: Ranking, scores: Array, tag: str, depth: int) -> None:
+def write_run(path: Path, collection: BeirCollection, ranking: Ranking, scores: Array, tag: str, depth: int) -> None:
     """``qid Q0 docid rank score tag`` a line, the ``depth`` best of a query; scores [Q, k] of the ranking's lists.
 
     Errors: as :func:`require_trec_ids`.
@@ -90,7 +90,7 @@ def write_run(path: Path, collection: TextCollection, ranking: Ranking, scores: 
     write_text_atomically(path, "".join(lines))
 
 
-def write_qrels(path: Path, collection: TextCollection) -> None:
+def write_qrels(path: Path, collection: BeirCollection) -> None:
     """``qid 0 docid gain`` a line, relevant documents only. Errors: as :func:`require_trec_ids`."""
     require_trec_ids(collection)
     told = zip(collection.pairs.tolist(), collection.gains.tolist(), strict=True)
@@ -100,7 +100,7 @@ def write_qrels(path: Path, collection: TextCollection) -> None:
     )
 
 
-def read_run(path: Path, collection: TextCollection) -> tuple[dict[str, dict[str, float]], list[str]]:
+def read_run(path: Path, collection: BeirCollection) -> tuple[dict[str, dict[str, float]], list[str]]:
     """({query id: {document id: score}} of the collection's queries, what a person should know).
 
     Documents that a query excludes are dropped. Errors: UserError naming the line: no six columns, a score that is no

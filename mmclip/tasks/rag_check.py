@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mmclip import metrics
 from mmclip.console import progress_bar
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.similarity import Direction
@@ -90,7 +90,7 @@ class Asked(NamedTuple):
 
 
 def check(
-    collection: TextCollection,
+    collection: BeirCollection,
     lists: Mapping[str, Lists],
     reader: Asks,
     store: Predictions,

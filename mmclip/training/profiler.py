@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmclip import distributed
 from mmclip.console import progress_bar
-from mmclip.data.loading import Batch
-from mmclip.data.reading import ReaderDied
+from mmclip.data.loading import Batch, ReaderDied
 from mmclip.errors import UserError
 from mmclip.reporting.table_parts import column, make_console, new_table, row
 from mmclip.training import failures

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmclip import metrics
-from mmclip.data.beir import TextCollection, open_beir
+from mmclip.data.beir import BeirCollection, open_beir
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import list_scores, quick_rates
@@ -28,7 +28,7 @@ from tests.helpers.evaluating import evaluate_text
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
 
 
-def collection_of(n_q: int = 12, n_d: int = 40, seed: int = 0, graded: bool = True, **changes) -> TextCollection:
+def collection_of(n_q: int = 12, n_d: int = 40, seed: int = 0, graded: bool = True, **changes) -> BeirCollection:
     rng = np.random.default_rng(seed)
     pairs = np.array([(q, d) for q in range(n_q) for d in rng.choice(n_d, min(n_d, rng.integers(1, 9)), replace=False)])
     fields = {
@@ -42,16 +42,16 @@ def collection_of(n_q: int = 12, n_d: int = 40, seed: int = 0, graded: bool = Tr
         "pairs": pairs,
         "gains": rng.integers(1, 5, len(pairs)).astype(float) if graded else np.ones(len(pairs)),
     }
-    return TextCollection(**fields | changes)
+    return BeirCollection(**fields | changes)
 
 
-def vectors_of(collection: TextCollection, seed: int = 0, dim: int = 6, coarse: bool = False):
+def vectors_of(collection: BeirCollection, seed: int = 0, dim: int = 6, coarse: bool = False):
     gen = torch.Generator().manual_seed(seed)
     found = [torch.randn(len(x), dim, generator=gen) for x in (collection.queries, collection.documents)]
     return [x.round() for x in found] if coarse else found
 
 
-def evaluated(collection: TextCollection, native: Exponents = QNORM, seed: int = 0, **how) -> Results:
+def evaluated(collection: BeirCollection, native: Exponents = QNORM, seed: int = 0, **how) -> Results:
     coarse = how.pop("coarse", False)
     vectors = vectors_of(collection, seed, coarse=coarse)
     return evaluate_text(collection, *vectors, native, {"model": "m"}, **{"resamples": 20, **how})
@@ -141,7 +141,7 @@ def test_planted_lengths_are_seen_in_d_and_make_dot_better() -> None:
     twins = twins * (1 + 0.05 * torch.randn(200, 1, generator=gen))
     names = [str(i) for i in range(200)]
     pairs = np.array([[q, 2 * q] for q in range(100)])
-    c = TextCollection("p", "s", names[:100], names[:100], names, names, names, pairs, np.ones(100))
+    c = BeirCollection("p", "s", names[:100], names[:100], names, names, names, pairs, np.ones(100))
     query = base + 0.5 * torch.randn(100, 16, generator=gen)
     r = evaluate_text(c, query, twins, QNORM, {}, resamples=200).json
     d = r["magnitude"]["document"]["cohens_d"]
@@ -203,7 +203,7 @@ def test_how_a_model_is_scored_is_what_it_says() -> None:
 
 
 @pytest.fixture(scope="module")
-def cranfield(shared: Path) -> tuple[TextCollection, torch.Tensor, torch.Tensor]:
+def cranfield(shared: Path) -> tuple[BeirCollection, torch.Tensor, torch.Tensor]:
     """MiniLM's vectors, documents and queries cut to 64 tokens."""
     model = load_text_model(str(shared / "models/all-MiniLM-L6-v2"), query_length=64, document_length=64)
     assert model.removed == ["Normalize"]

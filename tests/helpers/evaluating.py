@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.embeddings.files import Embeddings
 from mmclip.evaluation.eval_set import image_text_sets, text_set
 from mmclip.evaluation.evaluate import evaluate
@@ -23,7 +23,7 @@ def evaluate_clip(
 
 
 def evaluate_text(
-    collection: TextCollection,
+    collection: BeirCollection,
     query: Tensor,
     document: Tensor,
     native: Exponents,
