@@ -223,7 +223,7 @@ class Shop:
             reader = READERS.get(path.name) or READERS.get(path.suffix)
             if reader is not None and (found := reader(path)):
                 if path.suffix == ".json":
-                    wanted = MAIN if path.name == "start.json" else keys
+                    wanted = MAIN if path.name == "start.json" or "evaluations" in inner.parts else keys
                     found = {k: v for k, v in found.items() if wanted.match(k)}
                 where = f"{self.section}/{name}/{inner}"
                 self.facts[where] = {k: self.clean(v, digits(where, k)) for k, v in found.items()}
@@ -294,7 +294,7 @@ def number(text: str) -> Any:
 
 
 def read_arrays(path: Path) -> Json:
-    """Of whole numbers and rates a digest each group of arrays (POOL/DIRECTION/SCORING); sums of others."""
+    """Of whole numbers and rates a digest each group of arrays (POOL/DIRECTION/SCORING); sums of other floats."""
     found: Json = {}
     groups: dict[str, list[tuple[str, Any]]] = {}
     with np.load(path, allow_pickle=False) as arrays:
@@ -303,7 +303,7 @@ def read_arrays(path: Path) -> Json:
             if array.dtype.kind in "iub" or RATE.match(last):
                 groups.setdefault(name.rsplit("/", 1)[0], []).append((last, array))
             else:
-                found[f"{name}/sum"] = float(array.astype(np.float64).sum())
+                found[f"{name}/sum_of_abs"] = float(np.abs(array.astype(np.float64)).sum())
                 found[f"{name}/n"] = array.size
     for group, members in groups.items():
         whole = hashlib.sha256()
@@ -344,7 +344,10 @@ READERS: dict[str, Callable[[Path], Json]] = {
     "start.json": read_json,
     "mmclip.json": read_json,
     "metrics.jsonl": read_lines,
-    "per_query.npz": read_arrays,
+    "advise.json": read_json,
+    "sts.json": read_json,
+    "benchmark.json": read_json,
+    ".npz": read_arrays,
     ".csv": read_csv,
     ".safetensors": read_weights,
     ".trec": read_trec,
@@ -658,6 +661,54 @@ def study(shop: Shop) -> None:
     shop.told("compared", shop.run("evaluate.py", "--compare", *named, *judged))
 
 
+def others(shop: Shop) -> None:
+    """What else there is to run: saved embeddings with evidence, advice for either kind of model, sentence pairs, and
+    clip-benchmark's command line."""
+    drawn(shop)
+    data, _, model = small_scenes(shop.folder, shop.data)
+    beir, encoder = make_beir(shop.folder / "beir", 300, 300), make_encoder(shop.folder / "encoder")
+    run, cpu = shop.folder / "logs" / "run", ["--device", "cpu"]
+    shop.run("train_clip.py", "--train-data", data, "--model", model, "--logs", run.parent, "--workers", 0, *cpu,
+             "--lr", "2e-3", "--batch-size", 32, "--epochs", 4, "--loss", "asym-t2i", "--norm", "dot", "--no-report",
+             "--val-data", "none", "--name", "run")  # fmt: skip
+    saved = shop.folder / "embedded" / "saved.npz"
+    saved.parent.mkdir()
+    shop.run("embed.py", "--model", run, "--data", data, "--bank", data, "--bank-size", 50, "--workers", 0, *cpu,
+             "--output", saved)  # fmt: skip
+    shop.take("embedded", saved.parent)
+    where = shop.folder / "of-saved"
+    shop.run("evaluate.py", "--embeddings", saved, "--output", where, "--no-report")
+    shop.take("of saved", where, re.compile("retrieval/.../(native|reversed|corrected)"))
+
+    how = ["--steps", 20, "--seeds", 2, "--no-fisher", *cpu]
+    shop.run("advise.py", "--model", encoder, "--data", beir, *how, "--output", shop.folder / "advice-text")
+    shop.run("advise.py", "--model", run, "--data", data, *how, "--workers", 0, "--max-items", 150, "--output",
+             shop.folder / "advice-clip")  # fmt: skip
+    for kind in ("text", "clip"):
+        shop.take(
+            f"advice {kind}", shop.folder / f"advice-{kind}", re.compile("(?!sections/.2./norms/.*/(ci|by_)|trial/)")
+        )
+
+    rng = random.Random(5)
+    rows = ["score\tsentence1\tsentence2"]
+    for i in range(90):
+        words, kept = rng.sample(WORDS, 6), i % 6
+        rows.append(f"{kept}\t{' '.join(words[:5])}\t{' '.join(words[:kept] + rng.sample(WORDS, 5 - kept))}")
+    pairs = shop.folder / "pairs.tsv"
+    pairs.write_text("\n".join(rows) + "\n")
+    where = shop.folder / "sts"
+    shop.run("sts.py", "--model", encoder, "--train", pairs, "--holdout", 0.4, "--seeds", 0, 1, "--scale", "auto",
+             "--lr", "1e-3", "--norms", "cosine", "qnorm", "learned", *cpu, "--output", where)  # fmt: skip
+    shop.take("sts", where, re.compile("(?!runs/|.*/quantiles)"))
+
+    where = shop.folder / "benchmark"
+    for scoring in ("native", "cosine"):
+        shop.run("clip_benchmark.py", "eval", "--model_type", "mmclip", "--model", run, "--scoring", scoring,
+                 "--dataset", "wds/scenes", "--dataset_root", data, "--task", "zeroshot_retrieval", "--recall_k", 1, 5,
+                 "--num_workers", 0, "--no_amp", "--output", where / scoring / "benchmark.json")  # fmt: skip
+    shop.take("benchmark", where)
+
+
 # --- sections of --full -----------------------------------------------------------------------------------------------
 
 
@@ -698,7 +749,7 @@ def minilm(shop: Shop) -> None:
         shop.take(name, where)
 
 
-QUICK = (scenes, clip, text, embeddings, study)
+QUICK = (scenes, clip, text, embeddings, others, study)
 FULL = (scenes, demo, scenes_study, minilm)
 
 
