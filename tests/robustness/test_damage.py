@@ -30,6 +30,7 @@ from mmclip.data.shards import open_data
 from mmclip.data.text_pairs import open_pairs
 from mmclip.embeddings.files import load_embeddings
 from mmclip.errors import UserError
+from mmclip.evaluation.eval_set import image_text_sets
 from mmclip.study.plan import plan_study
 from mmclip.tasks.sts import open_sts
 from mmclip.training.checkpoint import FORMAT, load_checkpoint
@@ -104,6 +105,10 @@ def read_images(path: Path) -> Any:
     return data
 
 
+def read_sets(path: Path) -> Any:
+    return image_text_sets(load_embeddings(path), {"path": str(path), "split": None})
+
+
 class Case(NamedTuple):
     """A good file and what opens it. damaged: another file of the same folder that is damaged instead."""
 
@@ -116,8 +121,8 @@ class Case(NamedTuple):
 CASES = [
     Case("data.tar", write_tar, read_images),
     Case("pairs.csv", write_csv, read_images),
-    Case("arrays.npz", lambda path: np.savez(path, **ARRAYS), lambda path: load_embeddings(path).eval_data()),
-    Case("arrays.safetensors", write_safetensors, lambda path: load_embeddings(path).eval_data()),
+    Case("arrays.npz", lambda path: np.savez(path, **ARRAYS), read_sets),
+    Case("arrays.safetensors", write_safetensors, read_sets),
     Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test")),
     Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), "queries.jsonl"),
     Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), "qrels/test.tsv"),
