@@ -35,6 +35,7 @@ def run(config: DemoConfig) -> int:
     judged = ["--control", str(logs / "control"), "--baseline", str(logs / "baseline")]
     commands = [["train", *common, *flags, "--name", name] for name, flags in RUNS.items()]
     commands += [["evaluate", "--compare", *runs, *judged, "--plot", str(logs / "tradeoff.png")]]
+    commands[-1] += ["--verbose"] if config.verbose else []
     commands += [["report", "--runs", *runs, *judged]]
     for i, command in enumerate(commands, start=1):
         if command[0] == "train":
@@ -42,7 +43,8 @@ def run(config: DemoConfig) -> int:
                 f"\n=== {i} of {len(RUNS)}: {command[-1]}: {' '.join(RUNS[command[-1]])}", file=sys.stderr, flush=True
             )
         elif command[0] == "evaluate":
-            print("\n=== side by side; every difference is against the first row\n", flush=True)
-        if code := subprocess.run([sys.executable, "-m", "mmclip", *command], check=False).returncode:
+            print(file=sys.stderr, flush=True)
+        quiet = subprocess.DEVNULL if command[0] == "train" and not config.verbose else None
+        if code := subprocess.run([sys.executable, "-m", "mmclip", *command], stdout=quiet, check=False).returncode:
             return code
     return 0

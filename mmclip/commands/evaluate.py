@@ -26,8 +26,9 @@ from mmclip.models import metadata
 from mmclip.models.factory import load_clip
 from mmclip.models.metadata import native_exponents, trained_scales
 from mmclip.output_paths import default_output, flat, output_folder
-from mmclip.reporting.diagnostics_table import print_diagnostics
-from mmclip.reporting.tables import print_comparison, print_run
+from mmclip.reporting.run_tables import diagnostics_tables
+from mmclip.reporting.summary import print_ending
+from mmclip.reporting.table import show
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 from mmclip.training.finish import print_report, print_zero_shot
@@ -53,11 +54,9 @@ def run(settings: EvaluateConfig) -> None:
             f"--control {printable(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
             "length (gamma_d below 1), so there is nothing to give a verdict on"
         )
-    if settings.model is None and settings.embeddings is None and len(runs) == 1 and not found:
-        name, results = next(iter(runs.items()))
-        print_run(results, name, groups=True)
-    elif len(runs) > 1 or found:
-        print_comparison(runs, found)
+    new = settings.model is not None or settings.embeddings is not None
+    if not new or len(runs) > 1 or found:  # one evaluated model alone has had its ending
+        print_ending(runs, next(iter(runs)) if new else None, verdicts=found, verbose=settings.verbose)
     if settings.plot is not None:
         from mmclip.reporting.figures import tradeoff_figure, write_png
 
@@ -153,10 +152,11 @@ def make_runner(settings: EncodeConfig, device: torch.device) -> Runner:
 
 
 def _report(settings: EvaluateConfig, results: Results, name: str, where: Path) -> Results:
-    print_run(results, name, groups=True)
-    print_zero_shot(results)
     if isinstance(settings, DiagnoseConfig):
-        print_diagnostics(results, name)
+        show([t[0] for pool in results.pools if (t := diagnostics_tables({name: results}, pool)) is not None])
+    if not settings.compare or settings.verbose:
+        print_ending({name: results}, verbose=settings.verbose)
+    print_zero_shot(results)
     print(f"results: {printable(save_results(results, where))}")
     if settings.report:
         print_report(name, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,9 @@ from mmclip.evaluation.trec import (
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, encoding, native_scoring, open_text_model
 from mmclip.output_paths import default_output, output_folder
-from mmclip.reporting.diagnostics_table import print_diagnostics
-from mmclip.reporting.table_parts import make_console
-from mmclip.reporting.text_tables import COLUMNS, MAIN, files_table, print_text_comparison, print_text_run
+from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric, run_tables
+from mmclip.reporting.summary import print_ending
+from mmclip.reporting.table import show
 from mmclip.similarity import Direction, Normalization
 
 Json = dict[str, Any]
@@ -68,11 +67,9 @@ def run(settings: TextEvaluateConfig) -> None:
             f"--control {printable(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
             "length (gamma_d below 1), so there is nothing to give a verdict on"
         )
-    if settings.model is None and len(runs) == 1 and not found:
-        name, results = next(iter(runs.items()))
-        print_text_run(results, name)
-    elif len(runs) > 1 or found:
-        print_text_comparison(runs, found)
+    new = settings.model is not None
+    if runs and (not new or len(runs) > 1 or found):  # one evaluated model alone has had its ending
+        print_ending(runs, next(iter(runs)) if new else None, verdicts=found, verbose=settings.verbose)
 
 
 def _evaluate(settings: TextEvaluateConfig, asked: str, collection: BeirCollection) -> tuple[str, Results]:
@@ -116,9 +113,10 @@ def _evaluate(settings: TextEvaluateConfig, asked: str, collection: BeirCollecti
             scores = list_scores(data, Direction.Q2D, ranking, exponents)
             write_run(path, collection, ranking, scores, f"mmclip.{scoring}", settings.run_depth)
         write_qrels(where / QRELS_FILE, collection)
-    print_text_run(results, name)
     if settings.fisher:
-        print_diagnostics(results, name)
+        show((diagnostics_tables({name: results}) or ())[:1])
+    if not settings.compare or settings.verbose:
+        print_ending({name: results}, verbose=settings.verbose)
     print(f"results: {printable(save_results(results, where))}")
     return name, results
 
@@ -138,8 +136,8 @@ def _print_files(
     collection: BeirCollection, runs: dict[str, Results], files: dict[str, dict[str, dict[str, float]]]
 ) -> None:
     """Somebody's run files, below what the model does natively where there is one: nDCG@10 paired with the first."""
-    rates = measurable((k for k, _ in COLUMNS), collection.gains)
-    if MAIN not in rates:
+    rates = measurable(TEXT_HEADS, collection.gains)
+    if main_metric("q2d") not in rates:
         raise UserError(f"--run: {printable(collection.path)} has gains that are no small whole numbers, and "
                          "ir_measures takes none but them")  # fmt: skip
     values = {
@@ -152,8 +150,8 @@ def _print_files(
         name: dict(zip(rates, metrics.mean_intervals(np.column_stack(list(v.values())), clusters), strict=True))
         for name, v in values.items()
     }
-    paired = against_first([v[MAIN] for v in values.values()])
-    make_console().print(files_table(told, [None, *paired]))
+    paired = against_first([v[main_metric("q2d")] for v in values.values()])
+    show([files_table(told, [None, *paired])])
 
 
 def text_run_folder(model: str) -> Path | None:
@@ -172,7 +170,7 @@ def load_text_run(path: str) -> Results:
     if "q2d" not in results.json["retrieval"]:
         raise UserError(f"{printable(path)}: not a text evaluation: it has no direction q2d; see scripts/evaluate.py")
     with told_of(path):
-        print_text_run(results, console=make_console(io.StringIO()))
+        run_tables({"run": results})
         compare(results, results, resamples=2)
         float(results.json["evaluation"]["native"]["gamma_d"])
     return results

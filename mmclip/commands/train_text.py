@@ -30,7 +30,7 @@ from mmclip.training.text_training import Run
 
 CONFIG_FILE = "config.yaml"
 # Settings that may differ between a run and its continuation: they change what is written or how fast, not the weights.
-FREE_TO_CHANGE = {"resume", "logs", "name", "val_data", "watch_steps", "save_steps", "log_every_n_steps", "strict",
+FREE_TO_CHANGE = {"resume", "verbose", "logs", "name", "val_data", "watch_steps", "save_steps", "log_every_n_steps", "strict",
                   "measure_start", "encode_batch_size", "device", "grad_checkpointing"}  # fmt: skip
 
 

@@ -342,6 +342,7 @@ class EvaluateConfig(VerdictConfig, ZeroShotConfig, EncodeConfig):
     boilerplate, shuffled-words (captions)."""
     output: str | None = None  # Folder of results.json [evaluations/DATA-SPLIT in the run, else in logs]
     report: bool = True  # Write report.html beside results.json: a page with pictures.
+    verbose: bool = False  # End with every table, not with a summary alone.
     compare: list[str] | None = None  # Finished runs on the same data to compare with.
     plot: str | None = None  # PNG file for the trade-off picture of the compared runs.
     block_bytes: Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.

@@ -108,6 +108,7 @@ class RunConfig(Config):
     strict: bool = False  # End the run at an alarm: a direction that dies, a loss that stands still, …
     save_steps: Count | None = None  # Steps between checkpoints [an epoch]
     log_every_n_steps: Count = 10  # Steps between lines of metrics.jsonl.
+    verbose: bool = False  # End with every table, not with a summary alone.
 
 
 class VerdictConfig(Config):

@@ -140,3 +140,4 @@ class DemoConfig(Config):
     variant: Annotated[str, one_of("scenes", "scenes-uninformative")] = "scenes"  # Built-in data.
     seed: Whole = 0  # Seed of the three runs.
     logs: str = "logs"  # The runs land in LOGS/demo-VARIANT-seedN/.
+    verbose: bool = False  # End with every table, not with a summary alone.

@@ -106,6 +106,7 @@ class TextEvaluateConfig(VerdictConfig, TextModelConfig):
     fisher: bool = False  # Condition numbers of the four Fisher matrices: seconds to minutes.
     compare: list[str] | None = None  # Finished runs on the same data to compare with.
     block_bytes: Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
+    verbose: bool = False  # End with every table, not with a summary alone.
 
     most_used = "model data split run compare control baseline output"
     needs = {"output": "model", "fisher": "model", "model": "data", "run": "data"}

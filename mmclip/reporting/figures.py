@@ -127,7 +127,7 @@ def write_picture(figure: Figure, folder: Path, name: str, alt: str, caption: st
 
 def write_png(figure: Figure, path: str | Path) -> Path:
     """Write a figure in light colours as PNG, whole or not at all; returns ``path``."""
-    write_atomically(Path(path), lambda partial: _save(figure, partial, format="png", dpi=130, facecolor=PAPER))
+    write_atomically(Path(path), lambda partial: _save(figure, partial, format="png", dpi=190, facecolor=PAPER))
     return Path(path)
 
 
@@ -165,7 +165,7 @@ def tradeoff_figure(results_by_name: Mapping[str, Results], pool: str = MAIN_POO
     """
     from matplotlib.lines import Line2D
 
-    figure, axes = new_figure(5.0, 4.2 + 0.18 * ((len(results_by_name) + 4) // 2))
+    figure, axes = new_figure(3.8, 3.2 + 0.18 * ((len(results_by_name) + 4) // 2))
     handles, shown = [], set()
     for i, (name, results) in enumerate(results_by_name.items()):
         style: Json = {"color": RUNS[i % len(RUNS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": "none"}
@@ -179,7 +179,7 @@ def tradeoff_figure(results_by_name: Mapping[str, Results], pool: str = MAIN_POO
             cis = [n["ci"]["success@1"] or [n["success@1"]] * 2 for n in numbers]
             bars = [[[max(v - lo, 0.0)], [max(hi - v, 0.0)]] for v, (lo, hi) in zip((x, y), cis, strict=True)]
             xerr, yerr = bars if scoring == NATIVE else (None, None)
-            axes.errorbar(x, y, xerr=xerr, yerr=yerr, elinewidth=1, capsize=2, markersize=8, zorder=3,
+            axes.errorbar(x, y, xerr=xerr, yerr=yerr, elinewidth=1, capsize=2, markersize=7, zorder=3,
                           **style, **_FILLS[scoring])  # fmt: skip
             if scoring != NATIVE and (native := points[NATIVE]) is not None:
                 across = [[x, native[0]["success@1"]], [y, native[1]["success@1"]]]

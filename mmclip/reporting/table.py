@@ -7,6 +7,7 @@ terminal, on one line.
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeGuard
 
-from markupsafe import Markup, escape
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table as RichTable
@@ -26,7 +28,7 @@ from mmclip.io import write_text_atomically
 Json = Mapping[str, Any]
 NO = "–"  # a number that does not exist
 MIN_WIDTH = 132  # characters: a narrower terminal folds lines, which is better than numbers that are cut
-MAX_HEAD = 36  # characters of a row's head in a terminal
+MAX_HEAD, MAX_SHORT = 36, 12  # characters of a row's head in a terminal, and of an explanation that stands in it
 
 
 @dataclass
@@ -73,29 +75,40 @@ class Table:
         """
         names = list(dict.fromkeys([*first, *(name for record in records for name in record)]))
         rows = [[text_cell(record.get(name), 200) for name in names] for record in records]
-        return cls(title, names, [("" if cells[0].kind == "none" else cells[0].text, cells[1:]) for cells in rows])
+        return cls(title, names, [("" if c.kind == "none" else str(c.value), cells) for c, *cells in rows])
 
     def to_rich(self) -> RichTable:
-        """The table without its title and notes; ``console.print(table)`` shows all three."""
-        table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False, collapse_padding=True)
-        lines = max(name.count("\n") for name in self.columns)
-        about = any("\n" in head for head, cells in self.rows if cells)
-        for i, name in enumerate(self.columns):
-            top = "\n" * (lines - name.count("\n")) + "\n".join(printable(x, 40) for x in name.split("\n"))
-            widest = max((len(_inline(row[i - 1])) for _, row in self.rows if len(row) >= i), default=0) if i else 0
-            table.add_column(
-                Text(top),
-                justify="right" if i else "left",
-                no_wrap=True,
-                overflow="ellipsis",
-                min_width=max(widest, max(map(len, top.split("\n")))) + 1 if i else None,  # no number is cut
+        """The table without title and notes; ``console.print(table)`` shows all three. Where it would be too wide,
+        intervals stand in the first column of values alone; a name may be cut, a number never is."""
+        table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+        tall = max(name.count("\n") for name in self.columns)
+        heads = [[printable(line, MAX_HEAD) for line in name.split("\n")] for name in self.columns]
+        explained = [printable(head.partition("\n")[2]) for head, cells in self.rows if cells]
+        short = all(len(text) <= MAX_SHORT for text in explained)
+        names = [_name(head, short or not cells) for head, cells in self.rows]
+        texts = [[_inline(cell, True) for cell in cells] for _, cells in self.rows]
+        wide = [
+            max([*map(len, heads[i + 1]), *(len(row[i]) for row in texts if row)]) + 2 for i in range(len(heads) - 1)
+        ]
+        if sum(wide) + max(map(len, names), default=0) > MIN_WIDTH:
+            texts = [[_inline(cell, i == 0) for i, cell in enumerate(cells)] for _, cells in self.rows]
+            wide = [
+                max([*map(len, heads[i + 1]), *(len(row[i]) for row in texts if row)]) + 2
+                for i in range(len(heads) - 1)
+            ]
+        for i, head in enumerate(heads):
+            style: Json = (
+                {"justify": "right", "min_width": wide[i - 1]}
+                if i
+                else {"max_width": max(MIN_WIDTH - sum(wide) - 24 * (not short), 8)}
             )
-        if about:
-            table.add_column(Text("\n" * lines), no_wrap=False)
-        for head, cells in self.rows:
-            name, _, explained = head.partition("\n")
-            shown = [Text(printable(name, MAX_HEAD)), *(Text(_inline(c), style=_STYLES.get(c.kind, "")) for c in cells)]
-            table.add_row(*shown, *([Text("  " + printable(explained), style="dim")] if explained else []))
+            table.add_column(Text("\n".join([""] * (tall + 1 - len(head)) + head)), no_wrap=True, **style)
+        if not short:
+            table.add_column("", no_wrap=False)
+        for name, row, (words, cells) in zip(names, texts, self.rows, strict=True):
+            shown = [Text(text, style=_STYLES.get(cell.kind, "")) for text, cell in zip(row, cells, strict=True)]
+            more = [] if short or not cells else [Text("  " + printable(words.partition("\n")[2]), style="dim")]
+            table.add_row(Text(name), *shown, *more)
         return table
 
     def __rich__(self) -> Group:
@@ -103,30 +116,14 @@ class Table:
         return Group(Text(printable(self.title, 200), style="bold"), self.to_rich(), *notes, Text(""))
 
     def to_html(self, kind: str = "wide", colours: Mapping[str, int] | None = None) -> Markup:
-        """The table in a region that scrolls sideways, and its notes.
+        """The table in a region that scrolls sideways, and its notes; all text is escaped.
 
         Args:
             kind: class of the table element.
             colours: row heads -> number of a run, which has a dot in the run's colour there, and bars.
         """
-        columns = Markup("").join(Markup("<th scope=col>{}</th>").format(_lines(name)) for name in self.columns)
-        rows = []
-        for head, cells in self.rows:
-            number = (colours or {}).get(head.partition("\n")[0])
-            dot = (
-                Markup('<span class="dot r{}" aria-hidden="true"></span>').format(number) if number is not None else ""
-            )
-            if not cells:
-                row = Markup('<tr class="group"><th scope="rowgroup" colspan="{}">{}{}</th></tr>')
-                rows.append(row.format(len(self.columns), dot, head))
-                continue
-            shown = Markup("").join(_html(cell, number) for cell in cells)
-            rows.append(Markup('<tr><th scope="row">{}{}</th>{}</tr>').format(dot, _lines(head), shown))
-        notes = Markup("").join(Markup('<p class="note">{}</p>').format(note) for note in self.notes)
-        return Markup(
-            '<div class="scroll" tabindex="0" role="region" aria-label="{0}"><table class="{1}"><caption>{0}</caption>'
-            "<thead><tr>{2}</tr></thead><tbody>{3}</tbody></table></div>{4}"
-        ).format(self.title, kind, columns, Markup("\n").join(rows), notes)
+        module: Any = templates().get_template("table.html.j2").module
+        return Markup(module.table(self, kind, colours or {}))
 
     def to_csv(self, path: Path) -> Path:
         """Write the columns and rows as plain values in full precision, "" where a value does not exist.
@@ -147,30 +144,23 @@ class Table:
 _STYLES = {"none": "dim", "noise": "dim"}
 
 
-def _inline(cell: Cell) -> str:
+def _name(head: str, whole: bool) -> str:
+    """A row's head in a terminal, with its explanation where that is short."""
+    name, _, explained = head.partition("\n")
+    return printable(name, MAX_HEAD) + (f" {printable(explained)}" if whole and explained else "")
+
+
+def _inline(cell: Cell, detail: bool) -> str:
     """A cell in one line of a terminal."""
     mark = "~" if cell.kind == "noise" else ""
-    return printable(f"{mark}{cell.text} {cell.detail}".rstrip(), 80)
+    return printable(f"{mark}{cell.text} {cell.detail if detail else ''}".rstrip(), 80)
 
 
-def _lines(text: str) -> Markup:
-    first, _, second = text.partition("\n")
-    return escape(first) + (Markup("<small>{}</small>").format(second) if second else "")
-
-
-def _html(cell: Cell, number: int | None) -> Markup:
-    mark = Markup(' <span title="within noise">~</span>') if cell.kind == "noise" else ""
-    detail = Markup("<small>{}</small>").format(cell.detail) if cell.detail else ""
-    bar: Markup | str = ""
-    if cell.bar is not None:
-        low, value, high = (f"{1000 * x:.1f}" for x in cell.bar)
-        bar = Markup(
-            '<svg class="bar{0}" viewBox="0 0 1000 14" preserveAspectRatio="none" aria-hidden="true">'
-            '<line class="axis" x1="0" x2="1000" y1="7" y2="7"/><line class="ci" x1="{1}" x2="{3}" y1="7" y2="7"/>'
-            '<line class="at" x1="{2}" x2="{2}" y1="1" y2="13"/></svg>'
-        ).format("" if number is None else f" r{number}", low, value, high)
-    kind = Markup(' class="{}"').format(cell.kind) if cell.kind else ""
-    return Markup("<td{}>{}{}{}{}</td>").format(kind, cell.text, mark, detail, bar)
+@functools.cache
+def templates() -> Environment:
+    """Templates of pages: everything is escaped, and an undefined name is an error."""
+    loader = PackageLoader("mmclip.reporting")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 def _plain(value: object, cell: Cell) -> str:

@@ -13,7 +13,7 @@ from mmclip.roles import LOSS_WEIGHTS, Direction
 Json = dict[str, Any]
 # What changes neither a run's numbers nor what is measured of it
 COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
-            "report", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
+            "report", "verbose", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
             "benchmark", "grad_checkpointing")  # fmt: skip
 # What is measured of an arm, and not what it is
 MEASURING = ("measure_start", "zeroshot_data", "zeroshot_split", "val_steps", "bank_size")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,12 +10,12 @@ from mmclip.data.image_text import skipped_line
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import draw_bank
 from mmclip.evaluation.evaluate import evaluate_model
-from mmclip.evaluation.results import Results, save_results
+from mmclip.evaluation.results import START_FILE, Results, save_results
 from mmclip.evaluation.zero_shot import ZeroShot, told_zero_shot
 from mmclip.models import metadata
 from mmclip.models.export import export_clip
 from mmclip.models.metadata import trained_directions
-from mmclip.reporting.tables import print_comparison, print_run
+from mmclip.reporting.summary import print_ending
 from mmclip.retrieval.hubness import bank_side
 from mmclip.similarity import CLIP_DIRECTIONS
 from mmclip.training.trainer import Trainer
@@ -72,10 +73,10 @@ def finish(trainer: Trainer, others: dict[str, Results], classes: ZeroShot | Non
     results.json["alarms"] = {a.name: a.text for a in trainer.told}
     save_results(results, trainer.folder)
     name = trainer.folder.name
-    print_run(results, name)
+    start = trainer.folder / START_FILE
+    before = json.loads(start.read_text(encoding="utf-8")) if start.is_file() else None
+    print_ending({name: results, **others}, name, before, verbose=settings.verbose)
     print_zero_shot(results)
-    if others:
-        print_comparison({name: results, **others})
     print(f"results: {printable(trainer.folder / 'results.json')}")
     if settings.report:
         print_report(name, trainer.folder)

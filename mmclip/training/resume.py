@@ -51,6 +51,7 @@ FREE_TO_CHANGE = {
     "keep_checkpoints",
     "bank_size",
     "report",
+    "verbose",
     "report_to",
     "benchmark",
     "compare",

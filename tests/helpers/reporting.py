@@ -68,6 +68,50 @@ def make_run(
     return results
 
 
+HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字" + "n" * 80
+
+
+def clip_run(native: Exponents, loss: str, name: str = "m", seed: int = 0, ones: int = 0) -> Results:
+    """An evaluation with levels, object counts and distractors; ``ones``: of so many equal vectors instead."""
+    gen = torch.Generator().manual_seed(0)
+    image = torch.randn(N, 12, generator=gen)
+    text = image.repeat_interleave(2, 0) + torch.randn(2 * N, 12, generator=gen)
+    own = torch.Generator().manual_seed(seed)
+    if ones:
+        x, names = torch.ones(ones, 3), [str(i) for i in range(ones)]
+        data = Embeddings(x, x, torch.tensor([[i, i] for i in range(ones)]), names, names)
+        return evaluate_clip(data, native, {"model": name}, resamples=10)
+    data = Embeddings(
+        image=image * (1 + torch.rand(N, 1, generator=own)),
+        text=text,
+        pairs=torch.tensor([[t // 2, t] for t in range(2 * N)]),
+        image_ids=[HOSTILE + str(i) for i in range(N)],
+        captions=[HOSTILE + " word" * (t % 12) for t in range(2 * N)],
+        levels=["full", HOSTILE] * N,
+        n_objects=[i % 4 for i in range(N)],
+        distractors=[
+            Distractors("distractors", torch.randn(9, 12, generator=gen), torch.randn(9, 12, generator=gen) * 50)
+        ],
+    )
+    return evaluate_clip(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=60)
+
+
+def text_run(
+    native: Exponents = QNORM, loss: str = "q2d", seed: int = 0, model: str = "m", documents: int = 90, **facts: Any
+) -> Results:
+    """An evaluation of 60 queries over ``documents``."""
+    from tests.evaluation.test_text_evaluation import collection_of, vectors_of
+    from tests.helpers.evaluating import evaluate_text
+
+    c = collection_of(n_q=60, n_d=documents, seed=1, notes=[HOSTILE])
+    _, document = vectors_of(c, 1)
+    first = torch.tensor([int(c.pairs[c.pairs[:, 0] == q, 1][0]) for q in range(len(c.queries))])
+    query = document.index_select(0, first) + 0.4 * vectors_of(c, 2 + seed)[0]
+    said = {"task": "text", "loss": loss, "q2d_weight": None, "gamma_q": native.gamma_q, "gamma_d": native.gamma_d}
+    about = {"model": model, "trained_with": said | facts}
+    return evaluate_text(c, query, document, native, about, resamples=50)
+
+
 def make_pictures(folder: Path) -> Path:
     """The pictures of ``planted`` as a CSV with plain files, one colour each."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def test_five_numpy_arrays_are_diagnosed_in_one_command(tmp_path: Path) -> None:
         assert numbers["native"] == numbers["cosine"], "nothing says otherwise: a plain CLIP"
         assert numbers["corrected"]["alpha_source"] == "calibrated"
         assert results["diagnostics"][direction]["fisher"]["status"] == "determined"
-    assert "diagnostics of x" in done.stdout and "log\u2081\u2080 \u03ba, query raw" in done.stdout
+    assert "diagnostics · pool retrieval" in done.stdout and "log\u2081\u2080 \u03ba, query raw" in done.stdout
 
 
 def test_distractor_kinds_are_pools_of_their_own(tmp_path: Path, tiny_data: Path, tiny_model: Path) -> None:
@@ -116,9 +116,11 @@ def test_a_k_above_the_candidates_takes_all_of_them_and_says_so(tmp_path: Path) 
         "image": np.eye(3, dtype="f4"), "text": np.eye(3, dtype="f4"), "image_ids": np.array(["a", "b", "c"]),
         "text_ids": np.array(["1", "2", "3"]), "text_image_ids": np.array(["a", "b", "c"]),
     }  # fmt: skip
-    done = run_script("evaluate.py", "--embeddings", write(tmp_path / "x.npz", **few), "--output", tmp_path / "o")
+    done = run_script(
+        "evaluate.py", "--embeddings", write(tmp_path / "x.npz", **few), "--output", tmp_path / "o", "--verbose"
+    )
     assert done.returncode == 0, done.stderr
-    assert "i2t has 3 candidates: success@5" in done.stdout and "3 images ask; intervals over so few" in done.stdout
+    assert "3 candidates: success@5" in done.stdout and "3 images with their captions, which are few" in done.stdout
     numbers = json.loads((tmp_path / "o" / "results.json").read_text())["retrieval"]["i2t"]["native"]
     assert numbers["success@5"] == 1.0 and numbers["clamped_k"]["success@5"] == 3
 

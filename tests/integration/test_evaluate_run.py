@@ -14,7 +14,7 @@ from mmclip.config import EvaluateConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
 from mmclip.similarity import Exponents
-from tests.reporting.test_tables import run_of
+from tests.helpers.reporting import clip_run as run_of
 
 
 @pytest.fixture

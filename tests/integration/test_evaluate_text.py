@@ -83,7 +83,7 @@ def test_a_model_is_evaluated_and_its_files_say_what_the_table_says(folder: Path
     assert done.returncode == 0, done.stderr
     assert "1 empty document (d59) indexed, 0 of them judged relevant" in done.stderr
     assert "(Normalize taken off)" in done.stderr
-    assert "nDCG@10" in done.stdout and "native = cosine = dnorm" in done.stdout and "60 documents" in done.stdout
+    assert "nDCG@10" in done.stdout and "60 documents" in done.stdout and len(done.stdout.splitlines()) <= 10
     results = load_results(tmp_path)
     assert results.json["lengths"] == {"query": 8, "document": 32}
     assert results.json["prompts"] == {"query": "", "document": ""}
@@ -135,13 +135,13 @@ def test_runs_are_compared_with_p_and_judged(folder: Path, model: Path, tmp_path
         "effective_scale": found.json["diagnostics"]["q2d"]["scale"]["effective_scale"]
     }
     told = evaluate(capsys, "--compare", places["qnorm"], places["control"], places["cosine"],
-                    "--control", places["control"], "--baseline", places["cosine"])  # fmt: skip
+                    "--control", places["control"], "--baseline", places["cosine"], "--verbose")  # fmt: skip
     assert "detectable" in told and "learned?" in told and "useful?" in told and "ndcg@10" in told
     with pytest.raises(UserError, match="a baseline is a cosine run of the run's loss, q2d"):
         evaluate(capsys, "--compare", places["qnorm"], "--control", places["control"], "--baseline", places["other"])
     with pytest.raises(UserError, match="nothing to give a verdict on"):
         evaluate(capsys, "--compare", places["qnorm"], "--control", places["other"])
-    assert "native = dot" in evaluate(capsys, "--compare", places["qnorm"])
+    assert "native = dot" in evaluate(capsys, "--compare", places["qnorm"], "--verbose")
     file = places["qnorm"] / "runs" / "native.trec"
     beside = evaluate(capsys, "--model", tmp_path / "cosine", "--data", folder, "--run", file, "--run-depth", 0,
                       "--output", tmp_path / "o")  # fmt: skip

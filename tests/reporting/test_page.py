@@ -13,7 +13,8 @@ import pytest
 
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
-from mmclip.reporting.page import write_report
+from mmclip.reporting.page import write_page
+from mmclip.reporting.summary import summarize
 from tests.helpers.evaluating import evaluate_clip
 from tests.helpers.reporting import COSINE, QNORM, Page, make_pictures, make_run, planted
 from tests.helpers.tiny import run_script
@@ -45,12 +46,12 @@ def copy_of(run: Path, to: Path) -> Path:
 
 
 def test_a_run_has_every_section_and_its_numbers(runs, tmp_path):
-    path = write_report({"qnorm": runs / "qnorm"}, tmp_path / "report.html")
+    path = write_page({"qnorm": runs / "qnorm"}, tmp_path / "report.html")
     page = Page(path)
     ids = [a["id"] for a in page.all("section")]
-    assert ids == ["glance", "directions", "lengths", "curves", "retrievals", "diagnostics", "settings"]
-    assert {a["href"] for a in page.all("a")} == {f"#{i}" for i in ids}
-    section = load_results(runs / "qnorm").json["retrieval"]["t2i"]["native"]
+    assert ids == ["message", "numbers", "norms", "curves", "retrievals", "diagnostics", "settings"]
+    results = load_results(runs / "qnorm")
+    section = results.json["retrieval"]["t2i"]["native"]
     lo, hi = section["ci"]["success@1"]
     for number in (section["success@1"], section["map"]):
         assert f" {number:.3f}".replace(" 0.", " .").strip() in page.words
@@ -59,18 +60,23 @@ def test_a_run_has_every_section_and_its_numbers(runs, tmp_path):
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert all(b <= a + 1 for a, b in pairwise(levels))
     assert "native = dot = qnorm" in page.words  # two rankings, not five
-    assert "Cohen's d" in page.words
+    assert page.words.count("(success@k: one relevant document is enough)") == 1
     assert "0.001" in page.words  # a setting of config.yaml
+    answer = summarize({"qnorm": results}).facts[0][1]
+    first = page.words.index(answer)
+    assert first < page.words.index("What it looks like") < page.words.index("Both directions")
 
 
 def test_the_page_needs_nothing_else(runs, tmp_path):
-    path = write_report({n: runs / n for n in ("baseline", "qnorm", "control")}, tmp_path / "all.html")
+    path = write_page({n: runs / n for n in ("baseline", "qnorm", "control")}, tmp_path / "all.html")
     page = Page(path)
     assert not re.search(r"https?:|@import|url\((?!#)|//[a-z]", re.sub(r"base64,[\w+/=]+", "", page.source))
     assert page.all("script") == []
     assert all(a["src"].startswith("data:image/jpeg") and a["alt"] for a in page.all("img"))
     plots = [a for a in page.all("svg") if a.get("class") == "plot"]
-    assert len(plots) == 3 * 4 + 2 + 3 and all(a["aria-label"] for a in plots)  # norms, trade-offs, curves
+    assert len(plots) == 3 * 4 + 2 + 2 + 3 and all(
+        a["aria-label"] for a in plots
+    )  # norms, two of them twice, trade-offs, curves
     for name, attributes in page.tags:
         assert not any(a.startswith("on") for a in attributes), name
     assert path.stat().st_size < 3_000_000
@@ -81,14 +87,25 @@ def test_the_page_needs_nothing_else(runs, tmp_path):
 
 def test_a_comparison_has_differences_verdicts_and_the_trade_off(runs, tmp_path):
     named = {n: runs / n for n in ("baseline", "qnorm", "control")}
-    page = Page(write_report(named, tmp_path / "c.html", control=runs / "control", baseline=runs / "baseline"))
-    assert "Was length learned?" in page.words
-    assert "Is length useful? Not shown." in page.words
-    assert "useful? No." not in page.words
+    page = Page(write_page(named, tmp_path / "c.html", control=runs / "control", baseline=runs / "baseline"))
+    assert "norms learned? " in page.words
+    assert "norms useful? not shown (i2t, pool retrieval)" in page.words
     assert "qnorm less baseline" in page.words
     assert "within noise" in page.words
-    assert [a["id"] for a in page.all("section")][2] == "tradeoff"
     assert any(str(a.get("aria-label")).startswith("Trade-off of 3 runs") for a in page.all("svg"))
+    assert "qnorm against baseline: " in page.words and page.source.count('class="card"') == 4 + 3 * 12
+    dots = [a["class"] for a in page.all("span") if str(a.get("class")).startswith("dot ")]
+    assert dots[:3] == ["dot r0", "dot r1", "dot r2"]
+
+
+def test_every_run_has_a_colour_of_the_page_and_seeds_stand_together(pictures, tmp_path):
+    for seed in range(13):
+        make_run(tmp_path / f"r{seed}", pictures, COSINE, "sym", "cosine", seed=seed)
+    page = Page(write_page({f"r{i}": tmp_path / f"r{i}" for i in range(13)}, tmp_path / "r.html"))
+    dots = [a["class"] for a in page.all("span") if str(a.get("class")).startswith("dot ")]
+    assert dots[:13] == [f"dot r{i}" for i in (*range(12), 0)]
+    assert all(page.source.count(f".r{i}{{color:#") == 2 for i in range(12))  # light and dark
+    assert "Over seeds" in page.words and "7 more runs are not shown here" in page.words
 
 
 def test_text_from_data_never_becomes_markup(pictures, tmp_path):
@@ -103,7 +120,7 @@ def test_text_from_data_never_becomes_markup(pictures, tmp_path):
     results.json["retrieval"]["t2i"]["corrected"] |= {"bank": EVIL, "bank_size": EVIL, "alpha": "x"}
     save_results(results, tmp_path / "evil")
     (tmp_path / "evil" / "config.yaml").write_text(f"name: {json.dumps(EVIL)}\n", encoding="utf-8")
-    page = Page(write_report({"<b>x": tmp_path / "evil"}, tmp_path / "page.html"))
+    page = Page(write_page({"<b>x": tmp_path / "evil"}, tmp_path / "page.html"))
     assert page.all("script") == []
     assert page.all("b") == []
     assert "&lt;b&gt;x" in page.source
@@ -119,27 +136,26 @@ def test_text_from_data_never_becomes_markup(pictures, tmp_path):
 def test_a_scoring_of_one_direction_stands_where_it_is(runs, pictures, tmp_path):
     results = make_run(tmp_path / "qnorm", pictures, bank=True)
     assert "corrected" not in results.json["retrieval"]["i2t"]
-    page = Page(write_report({"baseline": runs / "baseline", "qnorm": tmp_path / "qnorm"}, tmp_path / "r.html"))
+    page = Page(write_page({"baseline": runs / "baseline", "qnorm": tmp_path / "qnorm"}, tmp_path / "r.html"))
     value = results.json["retrieval"]["t2i"]["corrected"]["success@1"]
     assert re.search(rf"corrected {value:.3f}".replace("0.", "[.]"), page.words)
     assert "cosine = reversed = dnorm" in page.words  # qnorm's matrix read backwards: who asks keeps its length
-    assert "corrected: evidence over a bank of 120; transductive" in page.words
-    assert "repays, without training" in page.words
-    assert "Corrected less reversed, success@1, paired, ~ within noise: qnorm (α 2.000) " in page.words
+    assert "corrected: bank transductive, 120 items, α 2.000; transductive: " in page.words
+    assert "it serves, without training" in page.words
 
 
 def test_best_and_worst_are_the_runs_own(runs, tmp_path):
-    page = Page(write_report({"qnorm": runs / "qnorm"}, tmp_path / "r.html"))
+    page = Page(write_page({"qnorm": runs / "qnorm"}, tmp_path / "r.html"))
     results = load_results(runs / "qnorm")
     worst = int(results.array("retrieval/t2i/native/first_rank").max())
-    assert f"first relevant answer at rank {worst} of 40" in page.words
+    assert f"first relevant at rank {worst} of 40" in page.words
     first = int(results.array("retrieval/t2i/native/first_rank").argmax())
     query = int(results.array("retrieval/t2i/queries")[first])
     assert f"caption {query} of picture {query // 3}" in page.words
     length = results.array("retrieval/lengths/text")[query]
-    assert f"query length {length:.2f}" in page.words
+    assert f"query, norm {length:.2f}" in page.words
     assert "✓ relevant" in page.words
-    assert "✓ a right one, missed" in page.words
+    assert "✓ relevant, missed" in page.words
     thumbnails = [a for a in page.all("img") if a["src"].startswith("data:image/jpeg")]
     assert len(thumbnails) > 20
 
@@ -152,15 +168,16 @@ def test_what_is_not_there_is_said(runs, tmp_path):
     results.per_query = {k: v for k, v in results.per_query.items() if "/top_" not in k and "/lengths/" not in k}
     save_results(results, bare)
     (bare / "items.json").write_text("[]", encoding="utf-8")
-    page = Page(write_report({"bare": bare}, tmp_path / "r.html"))
+    page = Page(write_page({"bare": bare}, tmp_path / "r.html"))
     for sentence in (
-        "No metrics.jsonl, so no curves: bare (trained, but its log is not in this folder",
-        "No config.yaml that can be read: bare",
-        "evaluate it again to see its lengths by relevance",
-        "It was evaluated without keeping its best answers",
+        "bare: no training curves: no metrics.jsonl (its log is not in this folder)",
+        "bare: no settings: no config.yaml that can be read",
+        "bare: no pictures of norms: not kept by its evaluation; evaluate it again",
+        "bare: It was evaluated without keeping its best documents",
     ):
         assert sentence in page.words
-    assert page.all("img") == [] and "norms-" not in page.source
+    assert page.all("img") == []
+    assert [a["id"] for a in page.all("section")] == ["message", "numbers", "norms", "diagnostics", "settings"]
 
 
 def test_data_that_are_gone_or_others_are_said(runs, tmp_path):
@@ -168,17 +185,17 @@ def test_data_that_are_gone_or_others_are_said(runs, tmp_path):
     results = load_results(moved)
     results.json["data"]["path"] = str(tmp_path / "nowhere.csv")
     save_results(results, moved)
-    page = Page(write_report({"m": moved}, tmp_path / "r.html"))
+    page = Page(write_page({"m": moved}, tmp_path / "r.html"))
     assert "evaluation data cannot be opened here, so the keys of the pictures stand in their places" in page.words
     assert len([a for a in page.all("span") if a.get("class") == "nothing"]) > 20
     assert "cannot be read" not in page.words
     results.json["data"]["path"] = "builtin:scenes"
     save_results(results, moved)
-    words = Page(write_report({"m": moved}, tmp_path / "r.html")).words
+    words = Page(write_page({"m": moved}, tmp_path / "r.html")).words
     assert "builtin:scenes is not a folder" in words  # and nothing was drawn
     items = json.loads((moved / "items.json").read_text())
     (moved / "items.json").write_text(json.dumps(items | {"captions": items["captions"][1:]}))
-    assert "evaluate it again" in Page(write_report({"m": moved}, tmp_path / "r.html")).words
+    assert "evaluate it again" in Page(write_page({"m": moved}, tmp_path / "r.html")).words
 
 
 def test_a_picture_that_cannot_be_read_is_named(runs, pictures, tmp_path):
@@ -190,7 +207,7 @@ def test_a_picture_that_cannot_be_read_is_named(runs, pictures, tmp_path):
     results = load_results(run)
     results.json["data"]["path"] = str(tmp_path / "pairs.csv")
     save_results(results, run)
-    assert re.search(r"k\d+\.png: cannot be read", Page(write_report({"r": run}, tmp_path / "r.html")).words)
+    assert re.search(r"k\d+\.png: cannot be read", Page(write_page({"r": run}, tmp_path / "r.html")).words)
 
 
 def test_numbers_that_do_not_exist_are_dashes(runs, tmp_path):
@@ -204,7 +221,7 @@ def test_numbers_that_do_not_exist_are_dashes(runs, tmp_path):
     (odd / "results.json").write_text(json.dumps(content))  # Python writes and reads NaN
     with (odd / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "loss": null}\n{"step": NaN}\n[1]\n{"step": 50, "lo')
-    page = Page(write_report({"odd": odd}, tmp_path / "r.html"))
+    page = Page(write_page({"odd": odd}, tmp_path / "r.html"))
     assert "nan" not in page.words.lower().split()
     assert "0.1250" in page.words
     assert "–" in page.words
@@ -213,13 +230,13 @@ def test_numbers_that_do_not_exist_are_dashes(runs, tmp_path):
 def test_only_what_can_be_compared_is_compared(runs, pictures, tmp_path):
     make_run(tmp_path / "other", pictures, captions=[f"another {i}" for i in range(120)])
     with pytest.raises(UserError, match="different data"):
-        write_report({"a": runs / "qnorm", "b": tmp_path / "other"}, tmp_path / "r.html")
+        write_page({"a": runs / "qnorm", "b": tmp_path / "other"}, tmp_path / "r.html")
     with pytest.raises(UserError, match="control is of none"):
-        write_report({"a": runs / "baseline"}, tmp_path / "r.html", control=runs / "control")
+        write_page({"a": runs / "baseline"}, tmp_path / "r.html", control=runs / "control")
     with pytest.raises(UserError, match="html file is expected"):
-        write_report({"a": runs / "baseline"}, tmp_path / "r.txt")
+        write_page({"a": runs / "baseline"}, tmp_path / "r.txt")
     with pytest.raises(UserError, match="at least one run"):
-        write_report({}, tmp_path / "r.html")
+        write_page({}, tmp_path / "r.html")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]  # nothing was begun
 
 
@@ -251,18 +268,18 @@ def test_bad_flags_are_one_line(arguments, message):
 
 
 def test_a_report_does_not_depend_on_how_often_it_is_written(runs, tmp_path):
-    first = write_report({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes()
-    assert write_report({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes() == first
+    first = write_page({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes()
+    assert write_page({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes() == first
     assert np.all([p.suffix == ".svg" for p in (tmp_path / "r").iterdir()])  # no partial file is left
 
 
 def test_vectors_without_a_model_or_pictures_have_a_report(tmp_path):
     results = evaluate_clip(planted(), COSINE, {"model": None, "data": {"path": "vectors.npz"}}, resamples=10)
     save_results(results, tmp_path / "run")
-    page = Page(write_report({"vectors": tmp_path / "run"}, tmp_path / "r.html"))
+    page = Page(write_page({"vectors": tmp_path / "run"}, tmp_path / "r.html"))
     assert "None" not in page.words.split()
-    assert "loss not trained here" in page.words
+    assert "vectors: not trained by mmclip" in page.words
     assert "A file of embeddings holds no pictures: the keys of the pictures stand in their places." in page.words
     assert "cannot be" not in page.words
     assert re.search(r"caption \d+ of picture \d+ .*k\d{3}\.png", page.words)
-    assert "No metrics.jsonl, so no curves: vectors (only evaluated: not trained by mmclip)." in page.words
+    assert "no metrics.jsonl (only evaluated, not trained by mmclip)" in page.words

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmclip.reporting.examples import QUERIES, SIDE, contact_sheets
+from mmclip.reporting.examples import QUERIES, SIDE, examples
 from mmclip.reporting.source import read_runs
 from tests.helpers.reporting import COSINE, make_pictures, make_run
 
@@ -23,15 +23,15 @@ def run(tmp_path_factory):
 
 
 def sheet(run, direction, kind):
-    _, sheets, missing = contact_sheets(run)
+    _, every, missing = examples(run)
     assert missing is None
-    return next(s for s in sheets if (s.direction, s.kind) == (direction, kind))
+    return [e for e in every if (e.direction, e.kind) == (direction, kind)]
 
 
 def test_worst_are_the_largest_first_ranks_each_of_another_picture(run):
     first = run.results.array("retrieval/t2i/native/first_rank")
     owner = run.items.owner
-    found = sheet(run, "t2i", "worst").examples
+    found = sheet(run, "t2i", "worst")
     rows = [run.items.captions.index(e.query.text) for e in found]
     assert len({owner[r] for r in rows}) == len(rows) == QUERIES
     queries = run.results.array("retrieval/t2i/queries").tolist()
@@ -39,20 +39,20 @@ def test_worst_are_the_largest_first_ranks_each_of_another_picture(run):
     assert ranks[0] == first.max()
     assert ranks == sorted(ranks, reverse=True)
     for example, row in zip(found, rows, strict=True):
-        assert not example.answers[0].relevant
-        last = example.answers[-1]
-        assert last.missed or any(a.relevant for a in example.answers)
+        assert not example.documents[0].relevant
+        last = example.documents[-1]
+        assert last.missed or any(a.relevant for a in example.documents)
         if last.missed:
             assert last.text == run.items.image_keys[owner[row]]
 
 
 def test_best_have_a_relevant_answer_first_and_the_largest_lead(run):
     for direction in ("i2t", "t2i"):
-        found = sheet(run, direction, "best").examples
+        found = sheet(run, direction, "best")
         leads = [float(e.words.removeprefix("ahead by ")) for e in found]
         assert leads == sorted(leads, reverse=True)
         assert leads[0] > 0
-        assert all(e.answers[0].relevant and e.answers[0].rank == 1 for e in found)
+        assert all(e.documents[0].relevant and e.documents[0].rank == 1 for e in found)
 
 
 def test_a_lead_by_cosine_is_a_difference_of_cosines(tmp_path):
@@ -61,20 +61,20 @@ def test_a_lead_by_cosine_is_a_difference_of_cosines(tmp_path):
     scores = run.results.array("retrieval/i2t/cosine/top_scores")
     relevant = run.results.array("retrieval/i2t/cosine/top_relevant")
     leads = [s[0] - s[~r][0] for s, r in zip(scores, relevant, strict=True) if r[0]]
-    assert sheet(run, "i2t", "best").examples[0].words == f"ahead by {max(leads):.3f}"
+    assert sheet(run, "i2t", "best")[0].words == f"ahead by {max(leads):.3f}"
 
 
 def test_answers_are_the_rankings_with_lengths_and_pictures(run):
-    example = sheet(run, "t2i", "best").examples[0]
+    example = sheet(run, "t2i", "best")[0]
     query = run.items.captions.index(example.query.text)
     at = run.results.array("retrieval/t2i/queries").tolist().index(query)
     ids = run.results.array("retrieval/t2i/native/top_ids")[at]
     lengths = run.results.array("retrieval/lengths/image")
-    assert [a.text for a in example.answers] == [run.items.image_keys[i] for i in ids[: len(example.answers)]]
-    assert [a.numbers.split(" · ")[0] for a in example.answers] == [
-        f"length {lengths[i]:.2f}" for i in ids[: len(example.answers)]
+    assert [a.text for a in example.documents] == [run.items.image_keys[i] for i in ids[: len(example.documents)]]
+    assert [a.numbers.split(" · ")[0] for a in example.documents] == [
+        f"norm {lengths[i]:.2f}" for i in ids[: len(example.documents)]
     ]
-    kind, _, content = example.answers[0].uri.partition(",")
+    kind, _, content = example.documents[0].uri.partition(",")
     assert kind == "data:image/jpeg;base64"
     with Image.open(io.BytesIO(base64.b64decode(content))) as picture:
         assert max(picture.size) <= SIDE
@@ -84,12 +84,12 @@ def test_answers_are_the_rankings_with_lengths_and_pictures(run):
 
 def test_what_is_missing_is_a_sentence(run):
     without = dataclasses.replace(run, items=None)
-    assert "evaluate it again" in contact_sheets(without)[2]
+    assert "evaluate it again" in examples(without)[2]
     arrays = run.results.per_query | {"retrieval/lengths/image": np.ones(3, np.float32)}
     torn = dataclasses.replace(run, results=dataclasses.replace(run.results, per_query=arrays))
-    assert "not of one evaluation" in contact_sheets(torn)[2]
-    others = dataclasses.replace(run, items=dataclasses.replace(run.items, image_keys=["x"] * 40))
-    assert "none of the pictures" in contact_sheets(others)[2]
+    assert "not of one evaluation" in examples(torn)[2]
+    others = dataclasses.replace(run, items=run.items._replace(image_keys=["x"] * 40))
+    assert "none of the pictures" in examples(others)[2]
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,14 @@ def test_what_is_missing_is_a_sentence(run):
 def test_without_pictures_the_sheets_are_the_same_with_keys(run, path, sentence):
     json = run.results.json | {"data": run.results.json["data"] | {"path": path}}
     bare = dataclasses.replace(run, results=dataclasses.replace(run.results, json=json))
-    scoring, sheets, missing = contact_sheets(bare)
+    scoring, sheets, missing = examples(bare)
     assert sentence in missing
     assert missing.endswith(".")
     assert not missing.endswith("..")
-    pictured = contact_sheets(run)
+    pictured = examples(run)
     assert scoring == pictured[0]
-    assert all(s.examples for s in sheets)
-    for one, other in zip(sheets, pictured[1], strict=True):
-        for a, b in zip(one.examples, other.examples, strict=True):
-            assert a.words == b.words
-            for x, y in zip((a.query, *a.answers), (b.query, *b.answers), strict=True):
-                assert x == y._replace(uri=None if y.is_picture else "")
+    assert sheets
+    for a, b in zip(sheets, pictured[1], strict=True):
+        assert a.words == b.words
+        for x, y in zip((a.query, *a.documents), (b.query, *b.documents), strict=True):
+            assert x == y._replace(uri=None if y.is_picture else "")
