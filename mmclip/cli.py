@@ -30,7 +30,7 @@ COMMANDS = {
     "report": Command("ReportConfig", "report", "write one HTML page for finished runs"),
     "study": Command("StudyConfig", "study", "run a grid of trainings, with tables, claims and a page"),
     "advise": Command("AdviseConfig", "advise", "find out which side to normalize for a model and its data"),
-    "train-text": Command("TextTrainConfig", "train_text", "fine-tune a text encoder for retrieval"),
+    "train-text": Command("TextTrainConfig", "train", "fine-tune a text encoder for retrieval"),
     "evaluate-text": Command(
         "TextEvaluateConfig", "evaluate_text", "evaluate a text encoder, or compare finished runs"
     ),

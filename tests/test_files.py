@@ -21,8 +21,7 @@ from mmclip.io import (
     write_atomically,
     write_text_atomically,
 )
-from mmclip.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from mmclip.training.resume import FORMAT
+from mmclip.training.checkpoint import FORMAT, find_checkpoint, load_checkpoint, save_checkpoint
 from tests.helpers.tiny import ROOT, run_script
 
 LIMITED = """
@@ -81,7 +80,7 @@ def test_space_is_asked_for_before_the_work(tmp_path: Path) -> None:
 
 
 def state(value: float) -> dict[str, object]:
-    return {"format": FORMAT, "towers": {"w": torch.full((1000, 1000), value)}}
+    return {"format": FORMAT, "encoder": {"w": torch.full((1000, 1000), value)}}
 
 
 def test_where_the_disk_is_full_the_checkpoint_before_still_loads(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_where_the_disk_is_full_the_checkpoint_before_still_loads(tmp_path: Path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "latest").read_text() == "step_00000001.pt\n"
-    assert float(load_checkpoint(tmp_path / "step_00000001.pt")["towers"]["w"][0, 0]) == 1.0
+    assert float(load_checkpoint(tmp_path / "step_00000001.pt")["encoder"]["w"][0, 0]) == 1.0
     assert {p.name for p in tmp_path.iterdir()} == {"latest", "step_00000001.pt"}
     save_checkpoint(tmp_path, 2, state(2.0), keep=2)
     assert (tmp_path / "latest").read_text() == "step_00000002.pt\n"

@@ -21,7 +21,7 @@ from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets, s
 from mmclip.evaluation.evaluate import evaluate, evaluate_model, ranking_bars
 from mmclip.evaluation.results import Results, save_results
 from mmclip.evaluation.runs import load_run, load_runs
-from mmclip.evaluation.zero_shot import ZeroShot, open_classes
+from mmclip.evaluation.zero_shot import ZeroShot, open_classes, told_zero_shot
 from mmclip.models import metadata
 from mmclip.models.factory import load_clip
 from mmclip.models.metadata import native_exponents, trained_scales
@@ -31,7 +31,6 @@ from mmclip.reporting.summary import print_ending
 from mmclip.reporting.table import show
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
-from mmclip.training.finish import print_report, print_zero_shot
 
 
 def run(settings: EvaluateConfig) -> None:
@@ -171,3 +170,19 @@ def run_folder(model: str) -> Path | None:
     if path.name == "model" and (path / "mmclip.json").is_file() and (path.parent / "config.yaml").is_file():
         return path.parent
     return None
+
+
+def print_zero_shot(results: Results) -> None:
+    """Print zero-shot accuracy, where it was measured."""
+    if "zero_shot" in results.json:
+        print(told_zero_shot(results.json["zero_shot"]))
+
+
+def print_report(name: str, folder: Path) -> None:
+    """Write the page of a run whose results are saved; a fault of it is printed and ends nothing."""
+    from mmclip.reporting.page import REPORT_FILE, write_report  # matplotlib and jinja2 take a second to import
+
+    try:
+        print(f"report: {printable(write_report({name: folder}, folder / REPORT_FILE))}")
+    except UserError as error:
+        print(f"no report: {error}", file=sys.stderr)

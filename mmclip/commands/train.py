@@ -1,183 +1,221 @@
-"""A run from settings to results: opens data, builds the model, trains, exports and evaluates."""
+"""``mmclip train`` and ``mmclip train-text``: from a config to a trained, exported and evaluated model."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from mmclip import distributed
-from mmclip.config import TrainConfig
-from mmclip.config.model_config import export_folder
-from mmclip.data.datasets import open_training
-from mmclip.data.image_text import ImageTextData, by_key, skipped_line
-from mmclip.data.loading import steps_per_epoch
-from mmclip.distributed import fsdp as sharding
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
-from mmclip.errors import printable
-from mmclip.evaluation.eval_set import EvalSource
+from mmclip.commands.evaluate import print_report, print_zero_shot
+from mmclip.config import TextTrainConfig, TrainConfig
+from mmclip.data.image_text import skipped_line
+from mmclip.distributed import fsdp
+from mmclip.errors import UserError, printable
+from mmclip.evaluation.results import RESULTS_FILE, START_FILE, Results, json_text, save_results
 from mmclip.evaluation.runs import load_runs
-from mmclip.evaluation.zero_shot import ZeroShot, open_classes
 from mmclip.io import lock_folder, remove_partials, require_run_folder, write_text_atomically
-from mmclip.losses import schedule as curriculum
-from mmclip.models import metadata
-from mmclip.models.factory import build_model
+from mmclip.models.metadata import METADATA_FILE
+from mmclip.reporting.table import Table, show, text_cell
+from mmclip.reporting.tables import print_comparison, print_run
 from mmclip.training import checkpoint as checkpoints
-from mmclip.training import profiler as step_timing
-from mmclip.training import resume
-from mmclip.training.finish import finish
-from mmclip.training.optimizer import steps_in_all
-from mmclip.training.skipped import Skipped
-from mmclip.training.start import measure_start
-from mmclip.training.step import seed_of
+from mmclip.training.clip_task import ClipTask
+from mmclip.training.profiler import Measured, measure
+from mmclip.training.text_task import TextTask
 from mmclip.training.trainer import Trainer
 
-
-def run_name(settings: TrainConfig) -> str:
-    return settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.loss}-{settings.norm}-seed{settings.seed}"
+MODEL_FOLDER, CONFIG_FILE = "model", "config.yaml"
 
 
-def run(settings: TrainConfig) -> Path:
-    """Train, export and evaluate as the settings say; returns the run's folder. Errors: UserError, one line."""
-    device = distributed.start(settings.device)
+def run(config: TrainConfig | TextTrainConfig) -> Path:
+    """Train, export and evaluate; returns the run's folder.
+
+    Raises:
+        UserError: The run cannot start or cannot go on. One line.
+        SystemExit: 128 and the signal's number, after which the run was saved.
+    """
+    device = distributed.start(config.device)
     try:
-        return _train(settings, device)
+        with contextlib.ExitStack() as held:  # the folder's lock
+            return _train(config, device, held)
     finally:
         distributed.stop()
 
 
-def _train(settings: TrainConfig, device: torch.device) -> Path:
-    folder = Path(settings.logs) / run_name(settings)
+def _train(config: TrainConfig | TextTrainConfig, device: torch.device, held: contextlib.ExitStack) -> Path:
+    kind: Any = TextTask if isinstance(config, TextTrainConfig) else ClipTask
+    default = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.loss}-{config.norm}-seed{config.seed}"
+    folder = Path(config.logs) / distributed.gather_objects(config.name or default)[0]
     rank, ranks = distributed.world()
-    if settings.fsdp:
-        sharding.require_processes()
-    if settings.benchmark is None:
-        distributed.on_rank_0(lambda: require_run_folder(folder, settings.resume))
-    checkpoint = checkpoints.find_checkpoint(settings.resume, folder / "checkpoints") if settings.resume else None
+    if config.fsdp:
+        fsdp.require_processes()
+    if config.benchmark is None:
+        distributed.on_rank_0(lambda: require_run_folder(folder, config.resume))
+    checkpoint = checkpoints.find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
     state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
     if checkpoint:
-        resume.check(state, checkpoint, settings.to_dict(), ranks)
-    others = load_runs(settings.compare or [])  # a run that cannot be compared is told now, not after the training
-    torch.manual_seed(seed_of(settings.seed))
-    data, val_data, distractors = open_training(settings)
-    classes = (
-        open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data is not None else None
-    )
-    # all refuse before a model loads
-    Skipped(settings.max_bad_samples, by_key(data.skipped))
-    per_epoch = steps_per_epoch(
-        data, settings.batch_size, ranks, not settings.keep_last, settings.accum_freq, settings.loss_batch_size
-    )
-    curriculum.check(settings, steps_in_all(settings, per_epoch))
-    model = build_model(
-        f"local-dir:{export_folder(settings.init_from)}" if settings.init_from else settings.model,
-        settings.pretrained,
-        settings.image_trunk,
-        settings.text_trunk,
-        settings.pretrained_image,
-        settings.pretrained_text,
-        settings.force_image_size,
-        settings.force_context_length,
-    )
-    model.initial = metadata.initial_run(settings.init_from) if settings.init_from else {}
-    for side, locked in (("image", settings.lock_image), ("text", settings.lock_text)):
-        if locked:
-            model.towers.lock(side)
-    model.towers.to(device)
-    lock = None
+        checkpoints.check_settings(state, checkpoint, config, ranks)
+    if isinstance(config, TextTrainConfig) and config.resume and not config.may_change and _is_finished(config, folder):
+        _say(f"{printable(folder)}: this run is finished; scripts/evaluate_text.py --model {printable(folder)} "
+             "evaluates it on further data")  # fmt: skip
+        return folder
+    others = load_runs(getattr(config, "compare", None) or [])  # before the training: one of them may not be comparable
+    data = kind.open_data(config)
+    model = kind.load_model(config, device)
 
     def prepare() -> None:
-        nonlocal lock
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)  # held as long as this function runs
+        if (lock := lock_folder(folder)) is not None:
+            held.enter_context(lock)
         remove_partials(folder)  # of a process that was killed
-        checkpoints.require_checkpoint_space(folder, model, settings.keep_checkpoints)
+        encoder, locked = kind.trained(model)
+        checkpoints.require_checkpoint_space(folder, encoder, locked, config.keep_checkpoints)
 
-    if settings.benchmark is None:
+    if config.benchmark is None:
         distributed.on_rank_0(prepare)
-    runner = Runner(device, precision(settings, device), settings.batch_size, settings.workers, progress=rank == 0)
-    cache_dir = Path(settings.cache_dir) if settings.cache_features else None
-    source = Source.open(data, model, runner, cache_dir, "training")
-    if settings.benchmark is not None:
-        _benchmark(Trainer(settings, folder, model, source, None, runner), settings.benchmark)
+    trainer = Trainer(kind.open(config, data, model, device), folder)
+    if config.benchmark is not None:
+        _benchmark(trainer, config.benchmark)
         return folder
-    val_source = EvalSource.open(val_data, distractors, model, runner, cache_dir) if val_data else None
-    zero_shot = ZeroShot.open(classes, model, runner, cache_dir) if classes else None
-    trainer = Trainer(settings, folder, model, source, val_source, runner)
     if checkpoint:
         trainer.resume(state, checkpoint)
         del state  # its tensors are copied
     if rank == 0:
-        write_text_atomically(folder / "config.yaml", yaml.safe_dump(settings.to_dict(), sort_keys=False))
+        every = config.to_dict() | {"name": folder.name, "resume": None}
+        write_text_atomically(folder / CONFIG_FILE, yaml.safe_dump(every, sort_keys=False))
         _introduce(trainer)
-    if settings.measure_start:
-        with sharding.filled(trainer.model.towers, trainer.towers):
-            measure_start(trainer, zero_shot)
+    if config.measure_start:
+        _measure_start(trainer)
     signum = trainer.train()
     if signum:
-        if rank == 0:
-            print(
-                f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.total_steps}, saved: "
-                f"continue with --name {printable(folder.name)} --resume latest",
-                file=sys.stderr,
-            )
+        _say(f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.task.total_steps}, saved: "
+             f"continue with --name {printable(folder.name)} --resume latest")  # fmt: skip
         raise SystemExit(128 + signum)
-    with sharding.filled(trainer.model.towers, trainer.towers):
+    with fsdp.filled(trainer.task.network, trainer.task.encoder):
         if rank == 0:
-            finish(trainer, others, zero_shot)
+            _finish(trainer, others)
     distributed.barrier()
     return folder
 
 
-def _benchmark(trainer: Trainer, steps: int) -> None:
-    """--benchmark: numbers on stdout, after a signal those of the steps so far; of the run's folder nothing is made."""
-    found, signum = step_timing.measure(trainer, steps)
-    if trainer.rank == 0 and found:
-        step_timing.show(found, trainer, steps)
-    if trainer.rank == 0 and trainer.skipped.why:
-        print(f"training data: {skipped_line(trainer.skipped.why)}", file=sys.stderr)
-    if signum:
-        if trainer.rank == 0:
-            done = f"with {found.steps}" if found else "before any"
-            print(f"stopped by {signal.Signals(signum).name} {done} of {steps} steps measured", file=sys.stderr)
-        raise SystemExit(128 + signum)
+def _is_finished(config: TextTrainConfig, folder: Path) -> bool:
+    return (folder / (RESULTS_FILE if config.val_data else f"{MODEL_FOLDER}/{METADATA_FILE}")).is_file()
 
 
-def precision(settings: TrainConfig, device: torch.device) -> str:
-    """'auto' resolved: bf16 autocast where CUDA makes it fast, float32 on a CPU, where it is six times slower."""
-    if settings.precision == "auto":
-        return "amp_bf16" if device.type == "cuda" else "fp32"
-    return settings.precision
+def _say(text: str) -> None:
+    """Print a line on stderr, from rank 0 alone."""
+    if distributed.world()[0] == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _introduce(trainer: Trainer) -> None:
-    """What is about to happen, in three lines, before the first step."""
-    settings, data = trainer.settings, trainer.source.data
-    trained = sum(p.numel() for p in trainer.towers.parameters() if p.requires_grad)
-    val = trainer.val_source.main.data if trainer.val_source else None
-    print(f"{settings.loss} loss, {settings.norm} normalization -> {printable(trainer.folder)}", file=sys.stderr)
-    evaluated = f"evaluation on {_named(val)}" if val else "no evaluation data"
-    print(f"{_named(data)}, {trainer.batches.left_out} left out an epoch; {evaluated}", file=sys.stderr)
-    if data.permuted:
-        print("warning: the pairs are permuted (--permute-pairs): nothing true can be learned", file=sys.stderr)
-    if trainer.skipped.why:
-        print(skipped_line(trainer.skipped.why), file=sys.stderr)
+    """Print what is about to happen, before the first step."""
+    config, task = trainer.config, trainer.task
+    _say(f"{config.loss} loss, {config.norm} normalization -> {printable(trainer.folder)}")
+    for line in task.introduction():
+        _say(line)
     if trainer.step:
-        print(f"continuing after step {trainer.step}", file=sys.stderr)
-    elif settings.resume:
-        print("no checkpoint yet: starting from the first step", file=sys.stderr)
+        _say(f"continuing after step {trainer.step}")
+    elif config.resume:
+        _say("no checkpoint yet: starting from the first step")
+    trained = sum(p.numel() for p in task.encoder.parameters() if p.requires_grad)
+    _say(f"{printable(config.model)}: {trained / 1e6:.2f} M trained parameters, {task.total_steps} steps of "
+         f"{task.global_batch} on {task.device}")  # fmt: skip
+
+
+def _measure_start(trainer: Trainer) -> None:
+    """Write start.json before the first step; a run that goes on after it keeps what it has. Rank 0 works."""
+    path = trainer.folder / START_FILE
+    if trainer.step:
+        if not path.is_file():
+            _say(f"no {START_FILE}: --measure-start came after step {trainer.step}")
+        return
+    with fsdp.filled(trainer.task.network, trainer.task.encoder):
+        if trainer.rank == 0:
+            write_text_atomically(path, json_text(trainer.task.baseline(), indent=1))
+            _say(f"before the first step: {printable(path)}")
+    distributed.barrier()
+
+
+def _finish(trainer: Trainer, others: dict[str, Results]) -> None:
+    """Export, evaluate, save and print. Rank 0 only."""
+    config, folder, name = trainer.config, trainer.folder, trainer.folder.name
+    scoring = trainer.task.export(folder / MODEL_FOLDER, trainer.step)
+    if trainer.task.bad_samples.reasons:
+        _say(f"training data: {skipped_line(trainer.task.bad_samples.reasons)}")
+    _say(f"model: {printable(folder / MODEL_FOLDER)}{scoring}")
+    results = None
+    for place, results in trainer.evaluate():
+        save_results(results, folder / place)
+        if isinstance(config, TextTrainConfig):
+            _print_text(results)
+        else:
+            print_run(results, name)
+            print_zero_shot(results)
+            if others:
+                print_comparison({name: results, **others})
+        print(f"results: {printable(folder / place / RESULTS_FILE)}")
+    if results is None:
+        script = "evaluate_text.py" if isinstance(config, TextTrainConfig) else "evaluate.py"
+        _say(f"no evaluation data: give --val-data, or evaluate later with scripts/{script}")
+    elif not isinstance(config, TextTrainConfig):
+        if config.report:
+            print_report(name, folder)
+        if config.strict and trainer.monitors.raised:
+            raise UserError(f"alarm (--strict): {next(iter(trainer.monitors.raised.values()))}")
+
+
+def _print_text(results: Results) -> None:
+    """nDCG@10 of every scoring on one line."""
+    data, retrieval = results.json["data"], results.json["retrieval"]["q2d"]
+    by = "  ".join(f"{name} {numbers['ndcg@10']:.4f}" for name, numbers in retrieval.items() if "ndcg@10" in numbers)
+    print(f"{printable(data['path'])} [{printable(data['split'])}] nDCG@10: {by}")
+
+
+def _benchmark(trainer: Trainer, steps: int) -> None:
+    """--benchmark: numbers on stdout, after a signal those of the steps so far; no run folder is made."""
+    measured, signum = measure(trainer, steps)
+    if trainer.rank == 0 and measured:
+        _show_benchmark(measured, trainer, steps)
+    if trainer.task.bad_samples.reasons:
+        _say(f"training data: {skipped_line(trainer.task.bad_samples.reasons)}")
+    if signum:
+        done = f"with {measured.steps}" if measured else "before any"
+        _say(f"stopped by {signal.Signals(signum).name} {done} of {steps} steps measured")
+        raise SystemExit(128 + signum)
+
+
+def _show_benchmark(measured: Measured, trainer: Trainer, wanted: int) -> None:
+    """Print the numbers and a table of the phases: medians, and shares of the sum of all medians."""
+    device, ranks = trainer.task.device, trainer.ranks
+
+    def steps(taken: int, more: str = "") -> str:
+        return f"{taken if taken == wanted else f'{taken} of {wanted}'} {more}step{'s' if wanted > 1 else ''}"
+
+    dtype = "float32" if trainer.task.precision == "fp32" else "bfloat16"
+    kind = "allocated on the GPU" if device.type == "cuda" else "resident, readers aside"
     print(
-        f"{printable(settings.model)}: {trained / 1e6:.2f} M trained parameters, {trainer.total_steps} steps of "
-        f"{trainer.batches.joint} on {trainer.device}",
-        file=sys.stderr,
-        flush=True,
+        f"{measured.per_second:,.1f} {trainer.task.unit}/s: {steps(measured.steps)} of {measured.samples:,.0f}, median "
+        f"{1e3 * measured.seconds:,.1f} ms, {ranks} process{'es' if ranks > 1 else ''} on {device}\n"
+        f"MFU {measured.mfu:.1%} in the median step: {measured.flops / 1e9:,.1f} GFLOP of the encoder a step and "
+        f"process, forward and backward counted once, against {measured.rate / 1e9:,.0f} GFLOP/s of a {dtype} matrix "
+        f"product measured here\npeak memory {measured.peak / 2**20:,.0f} MiB ({kind})"
     )
-
-
-def _named(data: ImageTextData) -> str:
-    return f"{len(data):,} images of {printable(data.path)} [{printable(data.split)}]"
+    timed = len(next(iter(measured.phases.values())))
+    if not timed:
+        print("where the time of a step goes is not measured: that needs further steps")
+        return
+    medians = {phase: statistics.median(times) for phase, times in measured.phases.items()}
+    rows = [
+        (phase, [text_cell(f"{1e3 * median:,.2f}"), text_cell(f"{median / sum(medians.values()):.0%}")])
+        for phase, median in medians.items()
+    ]
+    title = f"where {steps(timed, 'more ')} go, waiting for the device at each phase's end:"
+    show([Table(title, ["phase of a step", "median ms", "share"], rows)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,9 +38,6 @@ from mmclip.roles import FIXED_NORMS, LOSS_WEIGHTS
 
 SCENES = "builtin:scenes"
 EMBEDDING_SUFFIXES = (".safetensors", ".npz")
-# What a run may be continued with on purpose: how it goes on, not what it is
-CHANGEABLE = ("batch_size", "accum_freq", "loss_batch_size", "lr", "gamma_lr", "wd", "proj_wd", "beta1", "beta2",
-              "eps", "warmup", "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
 Moment = Annotated[float, Check("a number from 0 to below 1", lambda v: 0 <= v < 1)]
 Pairs = Annotated[int, Check("2 or more pairs: a single pair has no rival", lambda v: v >= 2)]
 
@@ -166,13 +162,9 @@ class ModelConfig(Config):
     cache_features: bool = False
     """Run a locked trunk once over the data and train on its outputs (evaluation transform, no augmentation)."""
     cache_dir: str = "data/cache"  # Folder of cached trunk features.
-    torchcompile: bool = False  # Compile the towers with torch.compile.
-    fsdp: bool = False
-    """Shard the towers' weights, gradients and moments over torchrun's processes (FSDP2); checkpoints stay whole."""
 
     excludes = {
         ("pretrained", "init_from"): "both bring every weight",
-        ("fsdp", "torchcompile"): "a compiled tower cannot be sharded",
     }
 
     def check(self) -> None:
@@ -212,17 +204,10 @@ class ClipOptimizationConfig(Config):
 class ClipRunConfig(Config):
     """Evaluation and output of a CLIP run."""
 
-    may_change: list[Annotated[str, one_of(*CHANGEABLE)]] | None = None
-    """Settings that may differ when a run is continued with --resume; it goes on with the new ones."""
     bank_size: Whole = BANK_SIZE
     """Training captions (or images) with which the last evaluation corrects the untrained direction; 0: none."""
     report: bool = True  # Write report.html at the end: numbers, curves, best and worst retrievals.
-    keep_checkpoints: Count = 3  # Number of the newest checkpoints that are kept.
-    benchmark: Count | None = None
-    """Measure N steps after a few to warm up: samples a second, MFU, peak memory and where the time goes. No run folder,
-    no validation."""
     val_steps: Count | None = None  # Steps between validations of both directions [an epoch]
-    report_to: Annotated[str, one_of("none", "tensorboard")] = "none"  # Further logs, of the extra [tensorboard].
     compare: list[str] | None = None  # Finished runs to compare this one with at the end.
 
 
@@ -242,17 +227,8 @@ class TrainConfig(ClipRunConfig, RunConfig, DeviceConfig, ClipOptimizationConfig
 
     has_config_file = True
     most_used = "train_data val_data model pretrained loss norm epochs batch_size lr name resume config"
-    needs = {"may_change": "resume"}
-    excludes = {("benchmark", "resume"): "a measurement keeps nothing"}
-
-    def __post_init__(self) -> None:
-        if self.may_change is not None:
-            self.may_change = [name.replace("-", "_") for name in self.may_change]
-        super().__post_init__()
 
     def check(self) -> None:
-        if self.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-            raise UserError("--report-to tensorboard: not installed: pip install 'mmclip[tensorboard]'")
         if self.resume == "latest" and self.name is None:
             raise UserError("--resume latest needs --name, the run to continue")
         for name, why in (

@@ -6,6 +6,7 @@ beside a field, or the docstring below it, is its help.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -82,6 +83,11 @@ class SimilarityConfig(Config):
             raise UserError(f"{self.as_flag('logit_scale_init')} is above {self.as_flag('logit_scale_max')}")
 
 
+# What a run may be continued with on purpose: how it goes on, not what it is
+CHANGEABLE = ("batch_size", "accum_freq", "loss_batch_size", "mini_batch_size", "lr", "gamma_lr", "wd", "proj_wd",
+              "beta1", "beta2", "eps", "warmup", "grad_clip_norm", "precision", "epochs", "max_steps")  # fmt: skip
+
+
 class OptimizationConfig(Config):
     """Optimization."""
 
@@ -109,6 +115,31 @@ class RunConfig(Config):
     save_steps: Count | None = None  # Steps between checkpoints [an epoch]
     log_every_n_steps: Count = 10  # Steps between lines of metrics.jsonl.
     verbose: bool = False  # End with every table, not with a summary alone.
+    keep_checkpoints: Count = 3  # Number of the newest checkpoints that are kept.
+    may_change: list[Annotated[str, one_of(*CHANGEABLE)]] | None = None
+    """Settings that may differ when a run is continued with --resume; it goes on with the new ones."""
+    report_to: Annotated[str, one_of("none", "tensorboard")] = "none"  # Further logs, of the extra [tensorboard].
+    benchmark: Count | None = None
+    """Measure N steps after a few to warm up: samples a second, MFU, peak memory and where the time goes. No run folder,
+    no validation."""
+    torchcompile: bool = False  # Compile the encoder with torch.compile.
+    fsdp: bool = False
+    """Shard the encoder's weights, gradients and moments over torchrun's processes (FSDP2); checkpoints stay whole."""
+
+    needs = {"may_change": "resume"}
+    excludes = {
+        ("benchmark", "resume"): "a measurement keeps nothing",
+        ("fsdp", "torchcompile"): "a compiled encoder cannot be sharded",
+    }
+
+    def __post_init__(self) -> None:
+        if self.may_change is not None:
+            self.may_change = [name.replace("-", "_") for name in self.may_change]
+        super().__post_init__()
+
+    def check(self) -> None:
+        if self.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise UserError("--report-to tensorboard: not installed: pip install 'mmclip[tensorboard]'")
 
 
 class VerdictConfig(Config):

@@ -70,6 +70,7 @@ class TextTrainConfig(RunConfig, OptimizationConfig, SimilarityConfig, TextModel
     lr: Positive = 2e-5
     wd: NotNegative = 0.01
     log_every_n_steps: Count = 1
+    keep_checkpoints: Count = 2
     measure_start: bool = True
 
     has_config_file = True

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmclip import distributed
 from mmclip.errors import UserError
-from mmclip.models.towers import Towers
 
 
 def require_processes() -> None:
@@ -33,7 +32,7 @@ def require_processes() -> None:
         raise UserError("--fsdp shares a model out over processes, and this is one: start several by torchrun")
 
 
-def shard(towers: Towers, device: torch.device, precision: str) -> None:
+def shard(towers: nn.Module, device: torch.device, precision: str) -> None:
     """Share out the parameters, in place: a group of each block, and one of all that is in none.
 
     In bf16 a block's parameters travel in bf16, to which autocast would round those of its matrix products anyway, and
@@ -47,7 +46,7 @@ def shard(towers: Towers, device: torch.device, precision: str) -> None:
     if precision != "fp32" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in towers.modules()):
         how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # features may be views, and nothing is written into them
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPTowers\) returned a view", UserWarning)
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view", UserWarning)
     for block in blocks(towers):
         fully_shard(block, **how)
     # FSDP takes no scalars (CLIP's own logit_scale); see ``replicated``
@@ -62,7 +61,7 @@ def blocks(towers: nn.Module) -> list[nn.Module]:
     return [m for m in reversed(list(towers.modules())) if m in listed and not isinstance(m, nn.ModuleList)]
 
 
-def replicated(towers: Towers) -> list[nn.Parameter]:
+def replicated(towers: nn.Module) -> list[nn.Parameter]:
     """Trained scalars, which FSDP leaves alone: their gradients are averaged with the loss's."""
     return [p for p in towers.parameters() if p.requires_grad and p.ndim == 0 and not isinstance(p, DTensor)]
 
@@ -113,7 +112,7 @@ def shared_out(tensor: Tensor, like: Tensor) -> Tensor:
 # --- a model that one process can run ---------------------------------------------------------------------------------
 
 
-def hollow(towers: Towers) -> Towers:
+def hollow(towers: nn.Module) -> nn.Module:
     """A copy of towers that are not shared out yet, without the numbers of their parameters; buffers are the same."""
     memo: dict[int, Any] = {id(b): b for b in towers.buffers()}
     for p in towers.parameters():
@@ -122,7 +121,7 @@ def hollow(towers: Towers) -> Towers:
 
 
 @contextlib.contextmanager
-def filled(copy_of: Towers, towers: Towers) -> Iterator[None]:
+def filled(copy_of: nn.Module, towers: nn.Module) -> Iterator[None]:
     """While it is open, rank 0's ``hollow`` copy holds the parameters of ``towers`` as they stand. All processes open
     it; then rank 0 may go on alone. Without --fsdp the towers are their own copy."""
     if copy_of is towers:

@@ -23,7 +23,7 @@ from mmclip.evaluation.results import RESULTS_FILE
 from mmclip.io import write_text_atomically
 from mmclip.study.plan import Cell
 from mmclip.training.log import METRICS
-from mmclip.training.signals import Interrupts
+from mmclip.training.signals import SignalHandler
 
 Json = dict[str, Any]
 SECONDS_FILE = "seconds.json"  # how long a cell took, all of its attempts together
@@ -72,11 +72,11 @@ class StudyRun:
         for cell in self.cells:
             if is_finished(cell) and not is_locked(cell.folder):  # by a study that was killed before it could tidy up
                 _tidy(cell)
-        with Interrupts() as interrupts, progress_bar() as bar:
+        with SignalHandler() as handler, progress_bar() as bar:
             whole = bar.add_task("study", total=len(self.cells), completed=self.done, note="")
             told = -math.inf
             try:
-                while (self.waiting or self.running) and not interrupts.signum:
+                while (self.waiting or self.running) and not handler.signum:
                     self._start(bar)
                     if self.waiting and not self.running and time.monotonic() - told > 60:
                         told = time.monotonic()
@@ -88,7 +88,7 @@ class StudyRun:
             finally:
                 self._stop_all()
             bar.update(whole, completed=self.done, note=self._note())
-        return interrupts.signum
+        return handler.signum
 
     def _note(self) -> str:
         return f"{len(self.failed)} failed" if self.failed else ""

@@ -23,7 +23,7 @@ from mmclip.errors import UserError, printable
 from mmclip.models.text_encoder import ROLES, TextEncoder
 from mmclip.similarity import Direction, Normalization, RoleSimilarity
 from mmclip.tasks.sts import StsPairs, pair_scores, require_order, same_sentence
-from mmclip.training.optimizer import learning_rate_factor, set_learning_rate, warmup_steps
+from mmclip.training.optimizer import cosine_factor, set_learning_rate, warmup_steps
 
 Array = NDArray[Any]
 Vectors = tuple[Tensor, Tensor]  # raw vectors [P, D] of sentence1 and of sentence2
@@ -173,7 +173,7 @@ def train_pairs(
         loss.train()
         for _ in range(settings.epochs):
             for rows in torch.randperm(len(pairs), generator=order).split(settings.batch_size):
-                set_learning_rate(optimizer, learning_rate_factor(len(history), warmup, total))
+                set_learning_rate(optimizer, cosine_factor(len(history), warmup, total))
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
                     goal = labels[rows.to(device)]
                     if head is None or vectors is None:

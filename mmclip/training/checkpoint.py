@@ -1,30 +1,57 @@
-"""What a run leaves on disk: resumable checkpoints and the ``model/`` export. Nothing read here can run code."""
+"""Checkpoints of a run, and the checks under which another process continues it. No file read here can run code."""
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from mmclip.config.sections import CHANGEABLE
+from mmclip.distributed.fsdp import shared_out
 from mmclip.errors import UserError, printable, reason
 from mmclip.io import megabytes, remove_partials, require_space, write_atomically, write_text_atomically
-from mmclip.models.factory import ClipModel
-from mmclip.training.resume import FORMAT
 
+FORMAT = "mmclip-checkpoint-3"
 LATEST = "latest"  # a text file that names the newest checkpoint
+CONTENT = {
+    "step": int,  # optimizer steps taken or passed over
+    "taken": int,  # those that had samples to learn from
+    "seconds": float,  # of training, all attempts together
+    "ranks": int,
+    "encoder": dict,  # state dict without locked weights
+    "loss": dict,
+    "optimizer": dict,
+    "settings": dict,
+    "fingerprints": dict,  # of the data and of locked weights
+    "bad_samples": dict,
+    "monitors": dict,
+    "pending": dict,  # the line of a step whose validation a signal ended
+}
+# Settings that may differ in a continuation: they change what is written, how fast, or where the data lie (whose
+# fingerprint is compared), and not the weights.
+FREE_TO_CHANGE = {
+    *("resume", "may_change", "logs", "name", "device", "workers", "torchcompile", "fsdp", "grad_checkpointing"),
+    *("train_data", "cache_dir", "val_data", "val_split", "zeroshot_data", "zeroshot_split", "bank_size"),
+    *("log_every_n_steps", "val_steps", "watch_steps", "save_steps", "keep_checkpoints", "measure_start"),
+    *("report", "report_to", "verbose", "benchmark", "compare", "strict", "max_bad_samples", "encode_batch_size"),
+}
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write ``step_NNNNNNNN.pt`` atomically, point ``latest`` at it, and drop all but the newest ``keep``.
+    """Write ``step_NNNNNNNN.pt`` atomically, point ``latest`` at it, and remove all but the newest ``keep``.
 
-    Errors: UserError where it cannot be written, or where a weight is not finite; the checkpoints before it stay.
+    Raises:
+        UserError: The file cannot be written, or a weight is not finite; earlier checkpoints stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_partials(folder)  # of a process that was killed while it saved
     path = folder / f"step_{step:08d}.pt"
-    broken = [n for n, t in state["towers"].items() if not t.isfinite().all()]
+    broken = [name for name, tensor in state["encoder"].items() if not tensor.isfinite().all()]
     if broken:
         raise UserError(
             f"step {step}: {len(broken)} weights are not finite, such as {broken[0]}; no checkpoint is made of them. "
@@ -32,33 +59,38 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
         )
 
     def write(partial: Path) -> None:
-        with open(partial, "wb") as file:  # by a path torch would end the process where the disk is full
+        with open(partial, "wb") as file:  # given a path, torch ends the process where the disk is full
             torch.save(state, file)
 
     advice = f"free some space (or lower --keep-checkpoints) and continue with --resume latest. {_newest(folder)}"
     write_atomically(path, write, advice)
     write_text_atomically(folder / LATEST, path.name + "\n")
-    # later ones are of a run that was taken back to an earlier step: it will come to them again
+    # Later ones are of a run that was taken back to an earlier step, and will come to them again
     for old in [p for p in sorted(folder.glob("step_*.pt")) if p.name <= path.name][:-keep]:
         old.unlink()
     return path
 
 
-def require_checkpoint_space(folder: Path, model: ClipModel, keep: int) -> None:
-    """Refuse before training what could not be saved: ``keep`` checkpoints, one more while it is written, the export.
+def require_checkpoint_space(folder: Path, encoder: nn.Module, locked: Iterable[str], keep: int) -> None:
+    """Require disk space for ``keep`` checkpoints, one more while it is written, and the exported model.
 
-    Errors: UserError naming sizes and folder.
+    Args:
+        folder: The run's folder.
+        encoder: What is trained.
+        locked: State-dict names that checkpoints leave out.
+        keep: Number of checkpoints kept.
+
+    Raises:
+        UserError: Too little space; names sizes and folder.
     """
-    locked = model.towers.locked_names()
-    state = model.towers.state_dict()
-    weights = sum(t.numel() * t.element_size() for t in state.values())
-    kept = sum(t.numel() * t.element_size() for n, t in state.items() if n not in locked)
-    moments = sum(2 * p.numel() * p.element_size() for p in model.towers.parameters() if p.requires_grad)
-    one = kept + moments
-    there = len(list((folder / "checkpoints").glob("step_*.pt")))
+    sizes = {name: t.numel() * t.element_size() for name, t in encoder.state_dict().items()}
+    weights = sum(sizes.values())
+    moments = sum(2 * p.numel() * p.element_size() for p in encoder.parameters() if p.requires_grad)
+    one = weights - sum(sizes[name] for name in locked) + moments
+    existing = len(list((folder / "checkpoints").glob("step_*.pt")))
     require_space(
         folder,
-        one * max(keep + 1 - there, 1) + weights,
+        one * max(keep + 1 - existing, 1) + weights,
         max(one, weights),
         f"the run (--keep-checkpoints {keep} of {megabytes(one)}, one more while it is written, and the model)",
         "lower --keep-checkpoints, or choose other --logs" if keep > 1 else "choose other --logs",
@@ -70,28 +102,36 @@ def _newest(folder: Path) -> str:
     return f"The newest checkpoint is {pointer.read_text().strip()}" if pointer.is_file() else "There is none before it"
 
 
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """The file that ``--resume`` means: 'latest' follows the pointer in ``folder`` (None before the first one), else a
-    path. Errors: UserError for a file that is not there."""
+    """Resolve --resume: 'latest' follows the pointer in ``folder`` (None before the first checkpoint), else a path.
+
+    Raises:
+        UserError: No such file.
+    """
     if resume != LATEST:
         path = Path(resume)
         if not path.is_file():
             raise UserError(f"--resume {printable(resume)}: no such file (a checkpoint's path, or 'latest')")
         return path
-    pointer, there = folder / LATEST, sorted(folder.glob("step_*.pt"))
+    pointer, existing = folder / LATEST, sorted(folder.glob("step_*.pt"))
     if not pointer.is_file():
-        return there[-1] if there else None
+        return existing[-1] if existing else None
     path = folder / (Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name or "nothing")
     if not path.is_file():
-        others = ", ".join(p.name for p in there) or "none"
-        raise UserError(
-            f"--resume latest: {pointer} names {printable(path.name, 80)}, which is not there; there: {others}"
-        )
+        others = ", ".join(p.name for p in existing) or "none"
+        raise UserError(f"--resume latest: {pointer} names {printable(path.name, 80)}, a missing file; there: {others}")
     return path
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Tensors and plain values only: a pickle that would run code is refused. Errors: UserError naming the file."""
+    """Read tensors and plain values; a pickle that would run code is refused.
+
+    Raises:
+        UserError: The file cannot be read, or is no checkpoint.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch writes checksums and does not read them
@@ -105,3 +145,116 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path}: not an mmclip training checkpoint (model weights go to --pretrained)")
     return state
+
+
+def check_settings(state: Mapping[str, Any], path: Path, config: Any, ranks: int) -> None:
+    """Check content, settings and number of processes, before a model loads.
+
+    Args:
+        state: Of :func:`load_checkpoint`.
+        path: Its file.
+        config: The config dataclass of the continuation.
+        ranks: Number of processes now.
+
+    Raises:
+        UserError: Names the content, setting or number that differs.
+    """
+    odd = [key for key, kind in CONTENT.items() if not isinstance(state.get(key), kind)]
+    if odd:
+        raise UserError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
+    before, now = state["settings"], config.to_dict()
+    free = FREE_TO_CHANGE | set(now.get("may_change") or ())
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    changed = [k for k in before if k not in free and now.get(k) != before[k]]
+    # A flag that is newer than the checkpoint had no effect then, as its default has none
+    changed += [k for k in now if k not in free and k not in before and now[k] != defaults.get(k)]
+    if changed:
+        values = ", ".join(
+            f"{printable(k, 40)} was {printable(before.get(k, 'missing'), 60)}, is {printable(now.get(k), 60)}"
+            for k in changed
+        )
+        intended = [k for k in changed if k in CHANGEABLE]
+        hint = f" (intended? --may-change {' '.join(intended)})" if intended == changed else ""
+        raise UserError(f"--resume {path}: other settings than the run's: {values}{hint}")
+    if state["ranks"] != ranks:
+        raise UserError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
+
+
+def check_run(state: Mapping[str, Any], path: Path, fingerprints: Mapping[str, str], total_steps: int) -> None:
+    """Raises: UserError: Other data, other weights of a locked trunk, or a step beyond the run."""
+    for name in {*state["fingerprints"], *fingerprints}:
+        if state["fingerprints"].get(name) != fingerprints.get(name):
+            what = "training data are" if name == "data" else f"weights of the locked {printable(name, 40)} are"
+            raise UserError(f"--resume {path}: the {what} not the run's")
+    texts = [*state["bad_samples"].items(), *dict(state["monitors"].get("raised") or {}).items()]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
+        raise UserError(f"--resume {path}: a damaged checkpoint: bad samples or alarms are not texts")
+    if not 0 <= state["taken"] <= state["step"] <= total_steps:
+        raise UserError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
+
+
+def restore(
+    state: Mapping[str, Any],
+    path: Path,
+    encoder: nn.Module,
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    locked: Iterable[str] = (),
+    partial_gradients: bool = False,
+) -> None:
+    """Load a checked checkpoint's tensors; either all or none.
+
+    Args:
+        locked: State-dict names of the encoder that checkpoints leave out.
+        partial_gradients: Whether parameters may be without moments because no step had a gradient of theirs.
+
+    Raises:
+        UserError: Tensors that are not this run's.
+    """
+    own = {k: v for k, v in encoder.state_dict().items() if k not in set(locked)}
+    _require_same_tensors(own, state["encoder"], path, "encoder")
+    _require_same_tensors(loss.state_dict(), state["loss"], path, "loss", finite=state["taken"] > 0)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments, names = state["optimizer"].get("state"), {str(i) for i in range(len(parameters))}
+    saved = set(map(str, moments)) if isinstance(moments, dict) else {""}
+    if not saved <= names or (saved and saved != names and not partial_gradients):
+        raise UserError(f"--resume {path}: a damaged checkpoint: the optimizer's state is not of this run's parameters")
+    for i, tensors in moments.items():
+        expected = {"step": torch.zeros(()), "exp_avg": parameters[int(i)], "exp_avg_sq": parameters[int(i)]}
+        _require_same_tensors(expected, tensors, path, f"optimizer, parameter {i}")
+    encoder.load_state_dict({k: shared_out(v, own[k]) for k, v in state["encoder"].items()}, strict=False)
+    loss.load_state_dict(state["loss"])
+    # Learning rates and decay are the settings', which are equal: a file does not choose them
+    own_moments = {i: {k: shared_out(v, parameters[int(i)]) for k, v in t.items()} for i, t in moments.items()}
+    optimizer.load_state_dict({"state": own_moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _require_same_tensors(
+    own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Path, what: str, finite: bool = True
+) -> None:
+    if not isinstance(saved, dict):
+        raise UserError(f"--resume {path}: a damaged checkpoint: {what}: {type(saved).__name__}, not tensors by name")
+    odd = [str(k) for k in {*own, *saved} if not _alike(own.get(k), saved.get(k))]
+    if odd:
+        raise UserError(
+            f"--resume {path}: not a checkpoint of this model: {what}: {len(odd)} tensors missing, left over or of "
+            f"another shape, such as {printable(min(odd), 80)}"
+        )
+    broken = [k for k, v in saved.items() if finite and not v.isfinite().all()]
+    broken += [k for k in saved if k == "exp_avg_sq" and (saved[k] < 0).any()]
+    if broken:
+        raise UserError(
+            f"--resume {path}: a damaged checkpoint: {what}: {len(broken)} tensors hold impossible numbers, such as "
+            f"{printable(min(broken), 80)}"
+        )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.is_floating_point() == b.is_floating_point()
+        and b.layout == torch.strided
+        and b.device.type == "cpu"  # a file may name any device, such as one without storage
+    )

@@ -1,4 +1,4 @@
-"""What a run says while it trains: metrics.jsonl, TensorBoard, and a progress line for a person."""
+"""Output of a run while it trains: metrics.jsonl, TensorBoard and a progress line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 
 METRICS = "metrics.jsonl"
-LINE_SECONDS = 15.0  # where nobody watches a terminal, one plain line every so often
+LINE_SECONDS = 15.0  # between plain progress lines where stderr is no terminal
 
 
-def keep_lines(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl behind a step: the continuation writes them again. A torn last line goes too."""
+def truncate_metrics(path: Path, step: int) -> None:
+    """Remove the lines of metrics.jsonl after a step, which a continuation writes again, and a torn last line."""
     if not path.is_file():
         return
     kept = []
@@ -35,13 +35,13 @@ def keep_lines(path: Path, step: int) -> None:
 
 
 class RunLog:
-    """Writes one JSON object a logged step, and shows the run's progress. Only rank 0 has one that writes."""
+    """Writer of a run's metrics and progress; without a ``folder``, as on all ranks but 0, it only prints ``say``."""
 
     def __init__(self, folder: Path | None, total_steps: int, start_step: int, tensorboard: bool) -> None:
         self.total_steps = total_steps
         self.file = None
         if folder:
-            keep_lines(folder / METRICS, start_step)
+            truncate_metrics(folder / METRICS, start_step)
             self.file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115
         self.writer = None
         if folder and tensorboard:
@@ -55,8 +55,7 @@ class RunLog:
         self.last_line = -math.inf
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line of metrics.jsonl, none for no values; numbers that are not finite are written as null, which JSON
-        can hold."""
+        """Append a line to metrics.jsonl, none for no values; numbers that are not finite become null."""
         if self.file is None or not values:
             return
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -74,7 +73,7 @@ class RunLog:
                     self.writer.add_scalar(name, value, step)
 
     def show(self, step: int, note: str) -> None:
-        """Move the bar; without a terminal print a line now and then."""
+        """Move the bar; without a terminal, print a line now and then."""
         if self.progress is None:
             return
         self.progress.update(self.task, completed=step, note=note)
@@ -84,14 +83,14 @@ class RunLog:
             self.last_line = now
 
     def say(self, text: str) -> None:
-        """A line that stays, above the bar; from a rank without a bar as well."""
+        """Print a line that stays, above the bar if there is one."""
         if self.progress is None or self.progress.disable:
             print(text, file=sys.stderr, flush=True)
         else:
             self.progress.console.print(text, markup=False, highlight=False)
 
     def flush(self) -> None:
-        """Have all lines on the disk: a checkpoint must not outlive the lines before it."""
+        """Put all lines on the disk: a checkpoint must not outlive the lines before it."""
         if self.file:
             os.fsync(self.file.fileno())
 

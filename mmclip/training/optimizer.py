@@ -1,66 +1,85 @@
-"""Parameter groups and the learning-rate schedule."""
+"""AdamW's parameter groups and the learning-rate schedules."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from mmclip.config import TrainConfig
+from mmclip.config import TextTrainConfig, TrainConfig
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.losses.schedule import as_step
 from mmclip.models.towers import Towers
 
+# Parameters that transformers' Trainer never decays: by name, and all of LayerNorm modules
+UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+Group = tuple[str, Iterable[nn.Parameter], float, float]  # name, parameters, peak learning rate, weight decay
 
-def parameter_groups(towers: Towers, loss: ContrastiveLoss, settings: TrainConfig) -> list[dict[str, object]]:
-    """AdamW groups: decayed matrices, undecayed vectors, magnitude-carrying projections, alpha and gamma.
+
+def clip_groups(towers: Towers, loss: ContrastiveLoss, config: TrainConfig) -> list[Group]:
+    """Groups of a CLIP run: decayed matrices, undecayed vectors, projections, alpha and gamma.
 
     As in open_clip, vectors (biases, norms, class embedding) and alpha have no weight decay. The output projections
-    are a group of their own: decay there shrinks magnitudes directly. gamma has its own learning rate.
+    are a group of their own, since decay there shrinks magnitudes directly. gamma has its own learning rate.
     """
     projections = towers.head_parameter_names("image") | towers.head_parameter_names("text")
     exempt = set(towers.clip.no_weight_decay()) if hasattr(towers.clip, "no_weight_decay") else set()
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    carriers: list[nn.Parameter] = []
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "projections": []}
     for name, parameter in towers.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim < 2 or name.removeprefix("clip.") in exempt:
-            vectors.append(parameter)
-        else:
-            (carriers if name in projections else matrices).append(parameter)
+        if parameter.requires_grad:
+            vector = parameter.ndim < 2 or name.removeprefix("clip.") in exempt
+            groups["vectors" if vector else "projections" if name in projections else "matrices"].append(parameter)
+    decay = {"matrices": config.wd, "vectors": 0.0}
+    decay["projections"] = config.wd if config.proj_wd is None else config.proj_wd
+    return [
+        *((name, parameters, config.lr, decay[name]) for name, parameters in groups.items()),
+        *loss_groups(loss, config),
+    ]
+
+
+def text_groups(encoder: nn.Module, loss: ContrastiveLoss, config: TextTrainConfig) -> list[Group]:
+    """Groups of a text run, those of SentenceTransformerTrainer; alpha and gamma are never decayed."""
+    norms = {id(p) for m in encoder.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters(recurse=False)}
+    named = [(n, p) for n, p in encoder.named_parameters() if p.requires_grad]
+    kept = {n for n, p in named if id(p) in norms or UNDECAYED.search(n.lower())}
+    return [
+        ("decayed", [p for n, p in named if n not in kept], config.lr, config.wd),
+        ("undecayed", [p for n, p in named if n in kept], config.lr, 0.0),
+        *loss_groups(loss, config),
+    ]
+
+
+def loss_groups(loss: ContrastiveLoss, config: TrainConfig | TextTrainConfig) -> list[Group]:
+    """alpha with the encoder's learning rate and gamma with its own, without weight decay."""
     gammas = [p for n, p in loss.named_parameters() if "gamma_hat" in n]
     alphas = [p for n, p in loss.named_parameters() if "gamma_hat" not in n and p.requires_grad]
-    proj_wd = settings.wd if settings.proj_wd is None else settings.proj_wd
-    groups = [
-        ("matrices", matrices, settings.lr, settings.wd),
-        ("vectors", vectors, settings.lr, 0.0),
-        ("projections", carriers, settings.lr, proj_wd),
-        ("alpha", alphas, settings.lr, 0.0),
-        ("gamma", gammas, settings.gamma_lr, 0.0),
-    ]
-    return [
-        {"name": name, "params": parameters, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+    return [("alpha", alphas, config.lr, 0.0), ("gamma", gammas, config.gamma_lr, 0.0)]
+
+
+def build_adamw(groups: Iterable[Group], betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+    """AdamW whose groups know their ``name`` and ``peak_lr``; groups without parameters are left out."""
+    dicts = [
+        {"name": name, "params": list(parameters), "lr": lr, "peak_lr": lr, "weight_decay": decay}
         for name, parameters, lr, decay in groups
-        if parameters
     ]
+    return torch.optim.AdamW([g for g in dicts if g["params"]], betas=betas, eps=eps, fused=True)
 
 
-def build_optimizer(towers: Towers, loss: ContrastiveLoss, settings: TrainConfig) -> torch.optim.AdamW:
-    groups = parameter_groups(towers, loss, settings)
-    return torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True)
-
-
-def steps_in_all(settings: TrainConfig, per_epoch: int) -> int:
-    steps = per_epoch * settings.epochs
-    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+def steps_in_all(config: TrainConfig | TextTrainConfig, per_epoch: int) -> int:
+    """Steps of a run of ``config.epochs``, at most ``config.max_steps``."""
+    steps = per_epoch * config.epochs
+    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """A fraction below 1 of the run, or a number of steps. Errors: UserError where it would fill the run.
+    """Resolve a fraction of the run below 1, or a number of steps.
+
+    Raises:
+        UserError: The warm-up would fill the run.
 
     >>> warmup_steps(0.1, 200), warmup_steps(50, 200)
     (20, 50)
@@ -74,10 +93,10 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
     return steps
 
 
-def learning_rate_factor(step: int, warmup: int, total_steps: int) -> float:
+def cosine_factor(step: int, warmup: int, total_steps: int) -> float:
     """Share of the peak learning rate at a step counted from 0: linear warm-up, then a cosine to 0 (open_clip's).
 
-    >>> [round(learning_rate_factor(s, 2, 6), 2) for s in range(6)]
+    >>> [round(cosine_factor(s, 2, 6), 2) for s in range(6)]
     [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
     """
     if step < warmup:
@@ -85,6 +104,18 @@ def learning_rate_factor(step: int, warmup: int, total_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
 
 
+def linear_factor(step: int, warmup: int, total_steps: int) -> float:
+    """Share of the peak learning rate at a step counted from 0: linear warm-up from 0, then linear to 0 (transformers').
+
+    >>> [linear_factor(s, 2, 6) for s in range(6)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup:
+        return step / warmup
+    return (total_steps - step) / max(1, total_steps - warmup)
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group to ``factor`` of its peak learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor

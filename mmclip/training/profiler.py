@@ -1,6 +1,6 @@
-"""--benchmark: how fast the steps of a run are, what part of the machine they use, and where their time goes.
+"""--benchmark: speed of a run's steps, their share of what the machine can do, and where their time goes.
 
-The steps are the run's own (mmclip.training.step.Stepper on the run's batches). Nothing is written, validated or exported.
+The steps are the run's own (:meth:`TrainStep.run` on the run's batches). Nothing is written, validated or exported.
 """
 
 from __future__ import annotations
@@ -13,79 +13,74 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from rich.console import Console
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmclip import distributed
 from mmclip.console import progress_bar
-from mmclip.data.loading import Batch, ReaderDied
+from mmclip.data.reading import ReaderDied
 from mmclip.errors import UserError
-from mmclip.reporting.table_parts import column, make_console, new_table, row
-from mmclip.training import failures
-from mmclip.training.signals import Interrupts
-from mmclip.training.step import NotFinite
+from mmclip.training import monitors
+from mmclip.training.signals import SignalHandler
+from mmclip.training.step import PHASES, NotFinite
+from mmclip.training.task import Batch
 from mmclip.training.trainer import Trainer
 
 WARMUP = 5  # steps before the clock starts: memory is allocated, kernels are chosen, readers are ahead
-PARTS = ("data wait", "transfer, preprocessing", "towers forward", "loss", "backward", "optimizer")
-SIZES = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the square matrices that the machine's rate is taken with
+SIZES = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the square matrices that measure the machine's rate
 
 
 @dataclass(frozen=True)
 class Measured:
-    """steps: how many; samples: of all processes a step; seconds: of a step, the median; per_second: samples of all
-    steps by all of their time; parts [steps, or fewer after a signal] of seconds by PARTS' names; flops: of the towers,
-    forward and backward, of a process's step; rate: FLOP/s that a matrix product reaches here; peak: bytes."""
+    """Measurement of a run's steps.
+
+    Attributes:
+        steps: Their number.
+        samples: Of all processes, a step.
+        seconds: Median of a step.
+        per_second: Samples of all steps by their whole time.
+        phases: Phase -> seconds in each of as many further steps (fewer after a signal).
+        flops: Operations of the encoder's forward and backward pass in a step of one process.
+        rate: FLOP/s of a matrix product here.
+        peak: Bytes, of the GPU or of the process without its readers.
+    """
 
     steps: int
     samples: float
     seconds: float
     per_second: float
-    parts: dict[str, list[float]]
+    phases: dict[str, list[float]]
     flops: int
     rate: float
     peak: int
 
     @property
     def mfu(self) -> float:
+        """Model FLOPs utilization."""
         return self.flops / self.seconds / self.rate
 
 
 class Clock:
-    """Time by parts of a step: ``turn`` ends one part and begins another."""
+    """Seconds by phase: each call ends a phase and begins another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        self.spent = dict.fromkeys(PARTS, 0.0)
-        self.part, self.since = PARTS[0], now(self.device)
+    def reset(self) -> None:
+        """Begin with no time spent, in the first phase."""
+        self.spent = dict.fromkeys(PHASES, 0.0)
+        self.phase, self.since = PHASES[0], now(self.device)
 
-    def turn(self, part: str) -> None:
-        time_now = now(self.device)
-        self.spent[self.part] += time_now - self.since
-        self.part, self.since = part, time_now
-
-    def around(self, function: Callable[..., Any], part: str, after: str) -> Callable[..., Any]:
-        """``function``, during which ``part`` runs, and behind it ``after``."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.turn(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.turn(after)
-
-        return timed
+    def __call__(self, phase: str) -> None:
+        moment = now(self.device)
+        self.spent[self.phase] += moment - self.since
+        self.phase, self.since = phase, moment
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done all that it was given."""
+    """Seconds on a clock once the device has done all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -94,141 +89,121 @@ def now(device: torch.device) -> float:
 
 
 def measure(trainer: Trainer, steps: int) -> tuple[Measured | None, int]:
-    """Take WARMUP steps, ``steps`` untouched ones for the speed, and as many with the clock around their parts.
+    """Take WARMUP steps, ``steps`` untouched ones for the speed, and as many with a clock at their phases.
 
-    Returns what was found, and 0 or the number of the signal that ended it after the step that it came in: then it is
-    of the steps so far, None before the first one. Errors: UserError where a step cannot be taken.
+    Returns:
+        The measurement, and 0 or the number of the signal that ended it after the step that it came in: then it is of
+        the steps so far, None before the first one.
+
+    Raises:
+        UserError: A step cannot be taken.
     """
-    with progress_bar() as bar, Interrupts("leaving after this step, with what is measured") as interrupts:
+    with progress_bar() as bar, SignalHandler("leaving after this step, with what is measured") as handler:
         bar.disable = bar.disable or trainer.rank != 0
         advance = partial(bar.advance, bar.add_task("steps", total=WARMUP + 2 * steps, note=""))
-        found = _measure(trainer, steps, _batches(trainer, advance, interrupts))
-        return found, distributed.largest([interrupts.signum], trainer.device)[0]
+        measured = _measure(trainer, steps, _batches(trainer, advance, handler))
+        return measured, distributed.largest([handler.signum], trainer.task.device)[0]
 
 
 def _measure(trainer: Trainer, steps: int, batches: Iterator[Batch]) -> Measured | None:
-    device = trainer.device
+    device = trainer.task.device
     for batch in itertools.islice(batches, WARMUP):
         _take(trainer, batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times: list[float] = []
-    seen, start, end = 0, now(device), 0.0
-    for _ in range(steps):
-        before = time.perf_counter()
-        following = next(batches, None)
-        if following is None:
-            break
-        batch = following
+    consumed, start, end = 0, now(device), 0.0
+    for batch in itertools.islice(batches, steps):
+        before = end or start
         _take(trainer, batch)
-        end = time.perf_counter()
-        times.append(end - before)  # a step ends with a question to the device (Stepper.take)
-        seen += len(batch.image_id)
+        end = time.perf_counter()  # a step ends with waiting for the device (TrainStep.run)
+        times.append(end - before)
+        consumed += len(batch.keys)
     if not times:
         return None
     elapsed = (now(device) if len(times) == steps else end) - start
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
-    parts = _parts(trainer, batches, steps)
-    samples = sum(distributed.gather_objects(seen))
+    phases = _phases(trainer, batches, steps)
+    samples = sum(distributed.gather_objects(consumed))
     return Measured(
-        len(times), samples / len(times), statistics.median(times), samples / elapsed, parts,
-        count_flops(trainer, batch), matrix_rate(device, trainer.runner.precision), peak,
+        len(times), samples / len(times), statistics.median(times), samples / elapsed, phases,
+        count_flops(trainer, batch), matrix_rate(device, trainer.task.precision), peak,
     )  # fmt: skip
 
 
-def _batches(trainer: Trainer, told: Callable[[], None], interrupts: Interrupts) -> Iterator[Batch]:
-    """Epoch after epoch, each batch told, until any process has a signal. Errors: UserError for an epoch in which no
-    picture can be read."""
-    epoch = 0
-    while True:
+def _batches(trainer: Trainer, advance: Callable[[], None], handler: SignalHandler) -> Iterator[Batch]:
+    """Batches of epoch after epoch until any process has a signal. Raises: UserError: An epoch without samples."""
+    device = trainer.task.device
+    for epoch in itertools.count():
         taken = 0
         try:
-            for batch in trainer.batches.batches(epoch):
-                stop, news, empty = trainer.agreed(batch, interrupts)
+            for batch in trainer.task.batches(epoch):
+                stop, bad, empty = trainer.agreed(batch, handler)
                 if stop:
                     return
-                if news:
-                    trainer.note_bad(batch)  # run.train names them behind the numbers
+                if bad:
+                    trainer.note_bad(batch)  # the command names them after the numbers
                 if not empty:
                     taken += 1
-                    told()
+                    advance()
                     yield batch
-        except ReaderDied:  # by a signal to the whole group: this process answers it as the others do
-            if not interrupts.signum:
+        except ReaderDied:  # by a signal to the whole group: this process stops as the others do
+            if not handler.signum:
                 raise
-            distributed.largest([interrupts.signum, 0, 0], trainer.device)
+            distributed.largest([handler.signum, 0, 0], device)
             return
         if not taken:
-            raise UserError("--benchmark: no step of an epoch has pictures that can be read")
-        epoch += 1
+            raise UserError("--benchmark: no step of an epoch has images that can be read")
 
 
 def _take(trainer: Trainer, batch: Batch) -> None:
-    trainer.towers.train()
-    trainer.loss.train()
-    step = min(trainer.step, trainer.total_steps - 1)
+    step = min(trainer.step, trainer.task.total_steps - 1)
     try:
-        trainer.stepper.take(batch, step, trainer.warmup, trainer.total_steps, False)
+        trainer.stepper.run(batch, step, False)
     except NotFinite as error:
         raise UserError(f"--benchmark: step {trainer.step + 1}: the loss is {error.facts['loss']}") from None
     except torch.OutOfMemoryError as error:
-        raise failures.out_of_memory(trainer.step + 1, trainer.settings.batch_size, error) from None
+        size, advice = trainer.config.batch_size, trainer.task.advice
+        raise monitors.out_of_memory(trainer.step + 1, size, advice, error) from None
     trainer.step += 1
 
 
-class _Timed(nn.Module):
-    """A network whose forward passes a clock sees; all else is the network's."""
-
-    def __init__(self, network: nn.Module, clock: Clock) -> None:
-        super().__init__()
-        self._orig_mod = network  # a name under which Stepper looks for DDP
-        self.clock = clock
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clock.around(self._orig_mod, "towers forward", "loss")(*args, **kwargs)
-
-
-def _parts(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, list[float]]:
-    """Seconds of each part in ``steps`` steps, fewer where the batches end. What lies between forward and
-    backward is the loss, its gathering included; what lies behind, the gradient's norm and the optimizer."""
-    clock, stepper, engine = Clock(trainer.device), trainer.stepper, torch.autograd.backward
-    network, inputs = stepper.network, stepper.source.inputs
-    stepper.network = _Timed(network, clock)
-    stepper.source.inputs = clock.around(inputs, PARTS[1], PARTS[1])  # type: ignore[method-assign]
-    torch.autograd.backward = clock.around(engine, "backward", "optimizer")
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
+def _phases(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, list[float]]:
+    """Seconds of each phase in ``steps`` steps, fewer where the batches end, waiting for the device at phases' ends."""
+    clock, idle = Clock(trainer.task.device), trainer.stepper.begin_phase
+    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    trainer.stepper.begin_phase = clock
     try:
-        for _ in range(steps):
-            clock.begin()
-            batch = next(batches, None)
-            if batch is None:
-                break
-            clock.turn("optimizer")
+        clock.reset()
+        for batch in itertools.islice(batches, steps):
             _take(trainer, batch)
-            clock.turn(PARTS[0])
-            for part in PARTS:
-                found[part].append(clock.spent[part])
+            clock(PHASES[0])
+            for phase in PHASES:
+                phases[phase].append(clock.spent[phase])
+            clock.reset()
     finally:
-        torch.autograd.backward, stepper.network = engine, network
-        del stepper.source.inputs
-    return found
+        trainer.stepper.begin_phase = idle
+    return phases
 
 
 def count_flops(trainer: Trainer, batch: Batch) -> int:
-    """Floating-point operations of the towers' forward and backward pass over a process's batch, each counted once
-    (--accum-freq and --grad-checkpointing run forward twice); attention's products where torch can count them."""
-    trainer.towers.clip.set_grad_checkpointing(False)
-    total, source, device = 0, trainer.source, trainer.device
+    """Operations of the encoder's forward and backward pass over a process's batch, each counted once.
+
+    Accumulation and --grad-checkpointing run forward twice. Attention counts where torch can count it.
+    """
+    task, total = trainer.task, 0
+    if trainer.config.grad_checkpointing:
+        task.checkpoint_gradients(False)
     for part in trainer.stepper.parts(batch):  # with --fsdp all processes pass together
-        (images, from_image), (texts, from_text) = (source.inputs(s, part, device) for s in ("image", "text"))
-        images = images if from_image else trainer.model.pixels(images)
+        inputs = task.inputs(part)
         with FlopCounterMode(display=False) as counter:
-            with trainer.runner.autocast():
-                image, text = trainer.towers(images, texts, from_image, from_text)
-            (image.sum() + text.sum()).backward()
+            with task.autocast():
+                features = task.encoder(*inputs)
+            torch.stack([f.sum() for f in features]).sum().backward()
         total += counter.get_total_flops()
     trainer.stepper.optimizer.zero_grad(set_to_none=True)
-    trainer.towers.clip.set_grad_checkpointing(trainer.settings.grad_checkpointing)
+    if trainer.config.grad_checkpointing:
+        task.checkpoint_gradients(True)
     return total
 
 
@@ -249,37 +224,3 @@ def _resident() -> int:
     """Bytes that this process has held at most, without its readers'."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def show(found: Measured, trainer: Trainer, steps: int, console: Console | None = None) -> None:
-    """The numbers, and a table of the parts: medians, and shares of the sum of all parts' medians. ``steps``: how many
-    were asked for."""
-    console = console or make_console()
-    dtype = "float32" if trainer.runner.precision == "fp32" else "bfloat16"
-    kind = "allocated on the GPU" if trainer.device.type == "cuda" else "resident, readers aside"
-    console.print(
-        f"{found.per_second:,.1f} samples/s: {_steps(found.steps, steps)} of {found.samples:,.0f}, median "
-        f"{1e3 * found.seconds:,.1f} ms, {trainer.ranks} process{'es' if trainer.ranks > 1 else ''} on {trainer.device}"
-    )
-    console.print(
-        f"MFU {found.mfu:.1%} in the median step: {found.flops / 1e9:,.1f} GFLOP of the towers a step and process, "
-        f"forward and backward counted once, against {found.rate / 1e9:,.0f} GFLOP/s of a {dtype} matrix product "
-        "measured here"
-    )
-    console.print(f"peak memory {found.peak / 2**20:,.0f} MiB ({kind})")
-    timed = len(found.parts[PARTS[0]])
-    if not timed:
-        console.print("where the time of a step goes is not measured: that is asked of further steps")
-        return
-    medians = {part: statistics.median(times) for part, times in found.parts.items()}
-    console.print(f"where {_steps(timed, steps, 'more ')} go, waiting for the device at each part's end:")
-    table = new_table("part of a step")
-    column(table, "median", "ms")
-    column(table, "", "  share")
-    for part, median in medians.items():
-        row(table, [part, f"{1e3 * median:,.2f}", f"{median / sum(medians.values()):.0%}"])
-    console.print(table)
-
-
-def _steps(taken: int, asked: int, more: str = "") -> str:
-    return f"{taken if taken == asked else f'{taken} of {asked}'} {more}step{'s' if asked > 1 else ''}"

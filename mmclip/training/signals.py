@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C while a run trains: save first, then leave."""
+"""SIGTERM and Ctrl-C during a run: save first, then leave."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from types import FrameType
 from typing import Any
 
 
-class Cut(BaseException):
-    """Raised inside ``Interrupts.cutting`` by a signal: work that need not be finished ends at once.
+class Interrupted(BaseException):
+    """Raised by a signal inside ``SignalHandler.interruptible``.
 
-    No Exception: code that takes any failure of a picture for a bad sample must not swallow it.
+    Not an Exception: code that catches any failure of an image must not swallow it.
     """
 
 
-class Interrupts:
-    """While it is open, the first SIGTERM or SIGINT only sets ``signum``; a second one acts as if nobody listened.
+class SignalHandler:
+    """Context in which the first SIGTERM or SIGINT only sets ``signum``; a second one acts as without a handler.
 
-    ``then``: what the run says that it does about it. Outside the main thread Python delivers no signals, and this does
-    nothing.
+    Outside the main thread, to which Python delivers no signals, it does nothing.
+
+    Args:
+        action: What the process does after a signal, for the message.
     """
 
-    def __init__(self, then: str = "saving, then leaving") -> None:
-        self.signum, self.then = 0, then
-        self._cutting = False
+    def __init__(self, action: str = "saving, then leaving") -> None:
+        self.signum, self.action = 0, action
+        self._interruptible = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SignalHandler:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGTERM, signal.SIGINT):
-                self._before[signum] = signal.signal(signum, self._take)
+                self._before[signum] = signal.signal(signum, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,17 +44,17 @@ class Interrupts:
             signal.signal(signum, handler)
 
     @contextlib.contextmanager
-    def cutting(self) -> Iterator[None]:
-        """Work inside that a signal may end at once, by a Cut."""
+    def interruptible(self) -> Iterator[None]:
+        """Context that a signal ends at once by :class:`Interrupted`."""
         if self.signum:
-            raise Cut
-        self._cutting = True
+            raise Interrupted
+        self._interruptible = True
         try:
             yield
         finally:
-            self._cutting = False
+            self._interruptible = False
 
-    def _take(self, signum: int, frame: FrameType | None) -> None:
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self.signum:
             self.__exit__()
             os.kill(os.getpid(), signum)
@@ -60,6 +62,6 @@ class Interrupts:
         self.signum = signum
         name = signal.Signals(signum).name
         # os.write: the interrupted code may be inside a print to the same stream, which is not reentrant
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{name}: {self.then}\n".encode())
-        if self._cutting:
-            raise Cut
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{name}: {self.action}\n".encode())
+        if self._interruptible:
+            raise Interrupted

@@ -18,7 +18,7 @@ from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError
 from mmclip.training import skipped
-from mmclip.training.failures import no_pictures
+from mmclip.training.monitors import BadSamples, no_samples
 from tests.data.test_data import folder, good, jpeg, write_tar
 from tests.data.test_loader import TRANSFORM
 
@@ -131,9 +131,9 @@ def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path
         data.read_image(0)
     with pytest.raises(UserError) as none:  # embed.py, the evaluation, and training with --cache-features
         Runner(torch.device("cpu"), progress=False).images(lambda x: x.flatten(1), data, TRANSFORM)
-    (line,) = skipped.Skipped().add([error.value])  # training
+    (line,) = BadSamples().add([error.value])  # training
     for text in (str(error.value), line, skipped.told(skipped.by_key([error.value])), str(none.value),
-                 str(no_pictures(1, 1, skipped.by_key([error.value])))):  # fmt: skip
+                 str(no_samples(1, 1, skipped.by_key([error.value])))):  # fmt: skip
         assert text.count("bad.jpg") == 1 and str(picture) in text, text
         assert "Errno" not in text, text
 

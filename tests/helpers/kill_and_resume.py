@@ -26,9 +26,10 @@ from mmclip.commands.train import run as train
 from mmclip.config import TrainConfig, parse
 from mmclip.embeddings import trunk_cache
 from mmclip.evaluation.eval_set import EvalSource
+from mmclip.models import export
 from mmclip.training import checkpoint as checkpoints
 from mmclip.training import log as runlog
-from mmclip.training.step import Stepper
+from mmclip.training.step import TrainStep
 
 LIVE = ("forward", "update", "checkpoint", "pointer", "line", "validation", "export", "time")
 CACHED = ("cache", "reasons", "cache", "validation", "checkpoint", "time")
@@ -85,13 +86,13 @@ def plan(moment: str, rng: random.Random, seconds: float) -> None:
         threading.Timer(rng.uniform(0.0, seconds), die).start()
         return
     owner, name, instead, most = {
-        "forward": (Stepper, "_backward", after, 5),
-        "update": (Stepper, "take", after, 5),
+        "forward": (TrainStep, "_backward", after, 5),
+        "update": (TrainStep, "run", after, 5),
         "checkpoint": (torch, "save", half_of_a_checkpoint, 3),
         "pointer": (checkpoints, "write_text_atomically", before, 3),
         "line": (runlog.RunLog, "write", half_of_a_line, 5),
         "validation": (EvalSource, "embed", before, 2),
-        "export": (checkpoints, "save_file", half_of_a_file, 1),
+        "export": (export, "save_file", half_of_a_file, 1),
         "cache": (trunk_cache, "save_file", half_of_a_file, 6),
         "reasons": (trunk_cache, "write_atomically", before, 6),
     }[moment]

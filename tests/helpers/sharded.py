@@ -28,8 +28,10 @@ from mmclip.distributed import fsdp as sharding
 from mmclip.embeddings.encode import Runner
 from mmclip.losses.contrastive import clip_loss
 from mmclip.models.factory import ClipModel, build_model
-from mmclip.training import resume
-from mmclip.training.step import NotFinite, Stepper
+from mmclip.training.checkpoint import restore
+from mmclip.training.clip_task import ClipTask
+from mmclip.training.step import NotFinite, TrainStep
+from tests.helpers.steps import LiveSource
 from tests.helpers.tiny import MODEL
 
 SPLIT = (10, 7)  # rows of each rank: three parts of four and two, which passes of all processes cannot be
@@ -79,14 +81,15 @@ class Odd(nn.Module):
         return self.norm(x.flatten(0, -2)).view_as(x) * self.one * self.scalar
 
 
-class Live:
-    """Stands in for a Source: the batch's own tensors, or what the trunks make of them."""
+class Live(LiveSource):
+    """The batch's own tensors, or what the trunks make of them."""
 
     def __init__(self, model: ClipModel, from_trunk: bool) -> None:
+        super().__init__(10)
         self.plain = copy.deepcopy(model.towers).eval() if from_trunk else None
 
-    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor, bool]:
-        live = batch.images if side == "image" else batch.tokens
+    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor | None, bool]:
+        live, _ = super().inputs(side, batch, device)
         assert live is not None
         return (live, False) if self.plain is None else (self.plain.trunk(side, live), True)
 
@@ -146,26 +149,25 @@ def own_batch(case: Case, step: int, rows: slice | None = None) -> Batch:
     return Batch(images, tokens, ids, ids, ids, [f"k{i}" for i in ids.tolist()])
 
 
-def stepper(folder: Path, case: Case, fsdp: bool) -> Stepper:
+def stepper(folder: Path, case: Case, fsdp: bool) -> TrainStep:
     model = build(folder, case)
     runner = Runner(torch.device("cpu"), case.precision, progress=False)
     source: Any = Live(model, case.from_trunk)
-    settings = TrainConfig(**{"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, **dict(case.more)})
-    s = Stepper(settings, model, clip_loss("sym", "learned").to(case.dtype), source, runner)
-    s.towers.train()
-    return s
+    given = {"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, "warmup": 0, "max_steps": 10, **dict(case.more)}
+    task = ClipTask(TrainConfig(**given), model, clip_loss("sym", "learned").to(case.dtype), source, runner)
+    return TrainStep(task)
 
 
-def gradients(s: Stepper) -> Found:
-    named = [*s.towers.named_parameters(), *s.loss.named_parameters()]
+def gradients(s: TrainStep) -> Found:
+    named = [*s.encoder.named_parameters(), *s.loss.named_parameters()]
     return {n: sharding.whole(p.grad).clone() for n, p in named if p.grad is not None}
 
 
-def state_of(s: Stepper) -> Found:
+def state_of(s: TrainStep) -> Found:
     """As ``Trainer.state`` has it; None for tensors of other ranks than 0."""
-    locked = s.towers.locked_names()
+    locked = s.task.locked_names()
     return copy.deepcopy({
-        "taken": 1, "towers": sharding.gathered({k: v for k, v in s.towers.state_dict().items() if k not in locked}),
+        "taken": 1, "encoder": sharding.gathered({k: v for k, v in s.encoder.state_dict().items() if k not in locked}),
         "loss": s.loss.state_dict(), "optimizer": sharding.gathered(s.optimizer.state_dict()),
     })  # fmt: skip
 
@@ -179,14 +181,14 @@ def shares(tensors: list[Tensor]) -> tuple[int, int]:
 
 def several_steps(folder: Path, case: Case, fsdp: bool) -> Found:
     s = stepper(folder, case, fsdp)
-    found: Found = {"numbers": s.take(own_batch(case, 0), 0, 0, 10, True), "gradients": gradients(s)}
+    found: Found = {"numbers": s.run(own_batch(case, 0), 0, True), "gradients": gradients(s)}
     for step in range(1, STEPS):
-        s.take(own_batch(case, step), step, 0, 10, False)
+        s.run(own_batch(case, step), step, False)
     found["state"] = state_of(s)
-    s.take(own_batch(case, STEPS), STEPS, 0, 10, False)
-    parameters = [p for p in s.towers.parameters() if p.requires_grad]
+    s.run(own_batch(case, STEPS), STEPS, False)
+    parameters = [p for p in s.encoder.parameters() if p.requires_grad]
     moments = [m for p in parameters for m in (s.optimizer.state[p]["exp_avg"], s.optimizer.state[p]["exp_avg_sq"])]
-    found["held"] = {"parameters": shares(list(s.towers.parameters())), "moments": shares(moments),
+    found["held"] = {"parameters": shares(list(s.encoder.parameters())), "moments": shares(moments),
             "gradients": shares([p.grad for p in parameters if p.grad is not None])}  # fmt: skip
     return {**found, "last": state_of(s)}
 
@@ -199,8 +201,8 @@ def continued(folder: Path, case: Case, fsdp: bool, rows: slice | None = None) -
         for p in s.parameters:
             p.add_(1)
     path = folder / "checkpoint.pt"
-    resume.load(torch.load(path, weights_only=True), path, s.towers, s.loss, s.optimizer)
-    s.take(own_batch(case, STEPS, rows), STEPS, 0, 10, False)
+    restore(torch.load(path, weights_only=True), path, s.encoder, s.loss, s.optimizer, s.task.locked_names())
+    s.run(own_batch(case, STEPS, rows), STEPS, False)
     return state_of(s)
 
 
@@ -211,16 +213,16 @@ def not_finite(folder: Path, fsdp: bool) -> Found:
     """A step that only rank 1 has bad pixels in, between two good ones."""
     case = CASES["odd parameters"]
     s = stepper(folder, case, fsdp)
-    s.take(own_batch(case, 0), 0, 0, 10, False)
+    s.run(own_batch(case, 0), 0, False)
     before, bad = state_of(s), own_batch(case, 1)
     assert bad.images is not None
     bad.images[3 if dist.get_rank() == 1 else slice(0, 0)] = torch.nan
     try:
-        s.take(bad, 1, 0, 10, False)
+        s.run(bad, 1, False)
     except NotFinite as error:
         facts = error.facts
     after = state_of(s)
-    s.take(own_batch(case, 1), 1, 0, 10, False)
+    s.run(own_batch(case, 1), 1, False)
     return {"before": before, "after": after, "facts": facts, "went on": state_of(s)}
 
 
@@ -230,16 +232,15 @@ def filled(folder: Path) -> Found:
     found: Found = {}
     for fsdp in (False, True):
         s = stepper(folder, case, fsdp)
-        s.take(own_batch(case, 0), 0, 0, 10, False)
-        with sharding.filled(s.model.towers, s.towers):
+        s.run(own_batch(case, 0), 0, False)
+        with sharding.filled(s.task.network, s.encoder):
             if dist.get_rank() == 0:
                 batch = own_batch(case, 7)
                 with torch.no_grad():
-                    found[f"features {fsdp}"] = s.model.towers.eval()(batch.images, batch.tokens)
-            found[f"inside {fsdp}"] = {p.device.type for p in s.model.towers.parameters()}
-        found[f"after {fsdp}"] = {p.device.type for p in s.model.towers.parameters()}
-        s.towers.train()
-        s.take(own_batch(case, 1), 1, 0, 10, False)
+                    found[f"features {fsdp}"] = s.task.network.eval()(batch.images, batch.tokens)
+            found[f"inside {fsdp}"] = {p.device.type for p in s.task.network.parameters()}
+        found[f"after {fsdp}"] = {p.device.type for p in s.task.network.parameters()}
+        s.run(own_batch(case, 1), 1, False)
         found[f"went on {fsdp}"] = state_of(s)
     return found
 
@@ -247,11 +248,11 @@ def filled(folder: Path) -> Found:
 def summed(folder: Path) -> Found:
     """The planted fault: gradients of ranks added up, and not their mean."""
     s = stepper(folder, CASES["plain"]._replace(more=()), True)
-    towers: Any = s.towers
+    towers: Any = s.encoder
     for module in (towers, *sharding.blocks(towers)):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         module.set_gradient_divide_factor(1.0)
-    s.take(own_batch(CASES["plain"], 0), 0, 0, 10, False)
+    s.run(own_batch(CASES["plain"], 0), 0, False)
     return gradients(s)
 
 

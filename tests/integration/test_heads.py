@@ -20,8 +20,8 @@ from mmclip.embeddings.features import Source
 from mmclip.models.factory import build_model
 from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
-from mmclip.training.step import seed_of
-from mmclip.training.trainer import Trainer
+from mmclip.training.clip_task import ClipTask, build_loss
+from mmclip.training.step import TrainStep, seed_of
 from tests.helpers.tiny import run_script
 
 pytestmark = pytest.mark.real
@@ -57,13 +57,11 @@ def test_all_fifteen_pairs_train_with_finite_falling_losses(
     model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
     for side in ("image", "text"):
         model.towers.lock(side)
-    trainer = Trainer(s, tmp_path, model, cached, None, Runner(torch.device("cpu"), progress=False))
-    trainer.towers.train()
-    losses = []
+    task = ClipTask(s, model, build_loss(s, model), cached, Runner(torch.device("cpu"), progress=False))
+    step, losses = TrainStep(task), []
     for epoch in range(s.epochs):
-        for batch in trainer.batches.batches(epoch):
-            numbers = trainer.stepper.take(batch, len(losses), trainer.warmup, trainer.total_steps, log=True)
-            losses.append(numbers["loss"])
+        for batch in task.batches(epoch):
+            losses.append(step.run(batch, len(losses), log=True)["loss"])
     assert all(math.isfinite(v) for v in losses)
     assert losses[0] > 0.7 * math.log(64), "it starts near chance, not saturated"
     assert sum(losses[-6:]) < 0.75 * sum(losses[:6])

@@ -290,7 +290,5 @@ def test_data_that_vanish_during_a_run_stop_it(tiny_data: Path, tiny_model: Path
     )
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    assert (
-        last.startswith("error: step 103: no picture could be read in 100 steps in a row; last: ") and "0.tar" in last
-    )
+    assert last.startswith("error: step 103: no image could be read in 100 steps in a row; last: ") and "0.tar" in last
     assert (tmp_path / "x" / "checkpoints" / "step_00000003.pt").is_file()

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from mmclip.errors import UserError
 from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
-from mmclip.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from mmclip.training.resume import FORMAT
+from mmclip.training.checkpoint import FORMAT, find_checkpoint, load_checkpoint, save_checkpoint
 from tests.helpers.tiny import MODEL
 
 TIMM = {**MODEL, "vision_cfg": {"timm_model_name": "test_efficientnet", "timm_proj": "linear", "image_size": 32}}
@@ -193,7 +192,7 @@ def test_a_checkpoint_of_another_model_is_one_line(tmp_path: Path) -> None:
 def test_a_checkpoint_is_found_as_the_latest_or_by_its_path(tmp_path: Path) -> None:
     assert find_checkpoint("latest", tmp_path) is None, "a run that was stopped before its first one"
     for step in (4, 5):
-        save_checkpoint(tmp_path, step, {"format": FORMAT, "step": step, "towers": {}}, keep=2)
+        save_checkpoint(tmp_path, step, {"format": FORMAT, "step": step, "encoder": {}}, keep=2)
     latest, named = find_checkpoint("latest", tmp_path), str(tmp_path / "step_00000004.pt")
     assert latest is not None and load_checkpoint(latest)["step"] == 5
     assert find_checkpoint(named, Path("elsewhere")) == Path(named)

@@ -20,18 +20,13 @@ from mmclip.losses.contrastive import ContrastiveLoss, clip_loss
 from mmclip.models.factory import ClipModel, build_model
 from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
-from mmclip.training.optimizer import learning_rate_factor
-from mmclip.training.step import NotFinite, Stepper, build_loss, initial_gammas, seed_of
+from mmclip.training.clip_task import ClipTask, build_loss, initial_gammas
+from mmclip.training.optimizer import cosine_factor
+from mmclip.training.step import NotFinite, TrainStep, seed_of
+from tests.helpers.steps import LiveSource
 
 ROWS = 14  # in parts of 4 the last one has 2
 IDS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 12, 13])  # known positives in other parts than their own
-
-
-class Live:
-    """Stands in for a Source: gives the batch's own tensors."""
-
-    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[Tensor | None, bool]:
-        return (batch.images if side == "image" else batch.tokens), False
 
 
 def batch(dtype: torch.dtype) -> Batch:
@@ -47,8 +42,11 @@ def _built(path: Path) -> ClipModel:
     return build_model(str(path))
 
 
-def stepper(path: Path, dtype: torch.dtype, loss: ContrastiveLoss, dropout: float = 0.0, **settings: Any) -> Stepper:
-    """A stepper on a new tiny model, always of the same weights; dropout inside both towers, two layers deep."""
+def stepper(
+    path: Path, dtype: torch.dtype, loss: ContrastiveLoss | None = None, dropout: float = 0.0, steps: int = 10,
+    **config: Any,
+) -> TrainStep:  # fmt: skip
+    """A step on a new tiny model, always of the same weights; dropout inside both towers, two layers deep."""
     built = _built(path)
     model = dataclasses.replace(built, towers=copy.deepcopy(built.towers))
     for blocks in (model.towers.clip.visual.transformer.resblocks, model.towers.clip.transformer.resblocks):
@@ -56,12 +54,14 @@ def stepper(path: Path, dtype: torch.dtype, loss: ContrastiveLoss, dropout: floa
             block.mlp.append(nn.Dropout(dropout))
             block.ln_2 = nn.Sequential(block.ln_2, nn.Dropout(dropout))
     model.towers.to(dtype).train()
+    settings = TrainConfig(warmup=0, max_steps=steps, **config)
+    loss = build_loss(settings, model) if loss is None else loss
     runner = Runner(torch.device("cpu"), progress=False)
-    return Stepper(TrainConfig(**settings), model, loss.to(dtype), Live(), runner)  # type: ignore[arg-type]
+    return TrainStep(ClipTask(settings, model, loss.to(dtype), LiveSource(steps), runner))
 
 
-def gradients(stepper: Stepper) -> dict[str, Tensor]:
-    named = [*stepper.towers.named_parameters(), *stepper.loss.named_parameters()]
+def gradients(stepper: TrainStep) -> dict[str, Tensor]:
+    named = [*stepper.encoder.named_parameters(), *stepper.loss.named_parameters()]
     return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
@@ -83,7 +83,7 @@ def test_four_accumulated_passes_have_the_gradients_of_one(tiny_model: Path, los
         found, numbers = [], []
         for size, accum in ((16, 1), (4, 4)):
             s = stepper(tiny_model, dtype, clip_loss(loss, norm), batch_size=size, accum_freq=accum)
-            numbers.append(s.take(batch(dtype), 0, 0, 10, True))
+            numbers.append(s.run(batch(dtype), 0, True))
             found.append(gradients(s))
         assert relative_error(found[1], found[0]) < bound
         assert numbers[1] == pytest.approx(numbers[0], rel=1e-5)
@@ -97,22 +97,16 @@ CURRICULUM: dict[str, Any] = {
 }  # fmt: skip
 
 
-def curriculum_stepper(path: Path, dtype: torch.dtype, **settings: Any) -> Stepper:
-    s = stepper(path, dtype, clip_loss(), **CURRICULUM, **settings)
-    with_loss = build_loss(s.settings, s.model).to(dtype)
-    return Stepper(s.settings, s.model, with_loss, s.source, s.runner)
-
-
 def test_accumulated_passes_of_a_curriculum_have_the_gradients_of_one(tiny_model: Path) -> None:
     found = []
     for size, accum in ((16, 1), (4, 4)):
-        s = curriculum_stepper(tiny_model, torch.float64, batch_size=size, accum_freq=accum, lr=1e-4)
-        lines = [s.take(batch(torch.float64), step, 0, 4, False) for step in range(3)]
+        s = stepper(tiny_model, torch.float64, steps=4, batch_size=size, accum_freq=accum, lr=1e-4, **CURRICULUM)
+        lines = [s.run(batch(torch.float64), step, False) for step in range(3)]
         assert [list(line) for line in lines] == [[], ["transition"], []], "the switch is told although no line is due"
         found.append((gradients(s), lines[1]["transition"]))
         assert s.loss.weights == pytest.approx({"i2t": 1 / 3, "t2i": 2 / 3})
         rates = {g["lr"] / g["peak_lr"] for g in s.optimizer.param_groups}
-        assert rates == {0.5 * learning_rate_factor(2, 0, 4)}, "half of the schedule's"
+        assert rates == {0.5 * cosine_factor(2, 0, 4)}, "half of the schedule's"
     assert relative_error(found[1][0], found[0][0]) < 1e-10
     for name, (before, after) in found[0][1].items():
         assert found[1][1][name] == pytest.approx([before, after], rel=1e-10)
@@ -121,21 +115,21 @@ def test_accumulated_passes_of_a_curriculum_have_the_gradients_of_one(tiny_model
 
 
 def test_a_switch_in_a_step_that_is_not_finite_is_taken_back(tiny_model: Path) -> None:
-    s = curriculum_stepper(tiny_model, torch.float32, batch_size=16)
-    s.take(batch(torch.float32), 0, 0, 4, False)
+    s = stepper(tiny_model, torch.float32, steps=4, batch_size=16, **CURRICULUM)
+    s.run(batch(torch.float32), 0, False)
     before, bad = {n: t.clone() for n, t in s.loss.state_dict().items()}, batch(torch.float32)
     assert bad.images is not None
     bad.images[9] = torch.nan
     with pytest.raises(NotFinite):
-        s.take(bad, 1, 0, 4, True)
+        s.run(bad, 1, True)
     assert all(torch.equal(v, s.loss.state_dict()[n]) for n, v in before.items())
-    assert "transition" in s.take(batch(torch.float32), 1, 0, 4, False), "and it comes with the next step"
+    assert "transition" in s.run(batch(torch.float32), 1, False), "and it comes with the next step"
 
 
 def test_learned_gammas_begin_where_the_run_before_left_them(tiny_model: Path) -> None:
     model = dataclasses.replace(_built(tiny_model), facts={"norm": "learned", "gamma_q": 0.25, "gamma_d": 1.0})
     settings = TrainConfig(norm="learned", gamma_init=0.4)
-    assert initial_gammas(settings, model) == 0.4, "a model that --model names is not a run that goes on"
+    assert initial_gammas(settings, model) == (0.4, 0.4), "a model that --model names is not a run that goes on"
     model.initial = {"norm": "learned"}
     assert initial_gammas(settings, model) == (0.25, 0.999), "a gamma at its end would have no gradient"
     assert build_loss(settings, model).similarity.exponents.gamma_q.item() == pytest.approx(0.25)  # type: ignore[union-attr]
@@ -172,7 +166,7 @@ def test_dropout_is_replayed_in_the_second_pass(tiny_model: Path, how: dict[str,
         may_compile()
     flags = {"batch_size": 4, "accum_freq": 4, "seed": 5, **how}
     s = stepper(tiny_model, torch.float64, clip_loss("sym", "learned"), 0.3, **flags)
-    s.take(batch(torch.float64), 7, 0, 10, False)
+    s.run(batch(torch.float64), 7, False)
     accumulated = gradients(s)
     s = stepper(tiny_model, torch.float64, clip_loss("sym", "learned"), 0.3, **flags)
     features = []
@@ -203,7 +197,7 @@ def test_compiled_and_checkpointed_steps_have_the_plain_ones_gradients(tiny_mode
     for flags in ({}, how):
         size = 16 // flags.get("accum_freq", 1)
         s = stepper(tiny_model, torch.float64, clip_loss("asym-t2i", "learned"), batch_size=size, **flags)
-        s.take(batch(torch.float64), 0, 0, 10, False)
+        s.run(batch(torch.float64), 0, False)
         found.append(gradients(s))
     assert relative_error(found[1], found[0]) < 1e-12
     assert not compiled or compiled_graphs() > 0
@@ -213,13 +207,13 @@ def test_batch_statistics_count_a_part_once(tiny_model: Path) -> None:
     once = nn.BatchNorm1d(16, dtype=torch.float64)
     s = stepper(tiny_model, torch.float64, clip_loss(), batch_size=4, accum_freq=4)
     for part in batch(torch.float64).split(4):
-        once(s.towers(image=part.images)[0])
+        once(s.encoder(image=part.images)[0])
     s = stepper(tiny_model, torch.float64, clip_loss(), batch_size=4, accum_freq=4)
-    visual = s.towers.clip.visual
+    visual = s.encoder.clip.visual
     visual.norm_at_end = nn.BatchNorm1d(16, dtype=torch.float64)
     plain = visual.forward
     visual.forward = lambda x: visual.norm_at_end(plain(x))
-    s.take(batch(torch.float64), 0, 0, 10, False)
+    s.run(batch(torch.float64), 0, False)
     assert int(visual.norm_at_end.num_batches_tracked) == 4
     torch.testing.assert_close(visual.norm_at_end.running_mean, once.running_mean)
     torch.testing.assert_close(visual.norm_at_end.running_var, once.running_var)
@@ -228,29 +222,29 @@ def test_batch_statistics_count_a_part_once(tiny_model: Path) -> None:
 @pytest.mark.parametrize("accum", [1, 4])
 def test_a_step_that_is_not_finite_changes_nothing_and_names_its_samples(tiny_model: Path, accum: int) -> None:
     s = stepper(tiny_model, torch.float32, clip_loss("sym", "learned"), batch_size=16 // accum, accum_freq=accum)
-    s.take(batch(torch.float32), 0, 0, 10, False)
+    s.run(batch(torch.float32), 0, False)
 
     def everything() -> list[Tensor]:
         moments = [t for state in s.optimizer.state.values() for t in state.values()]
-        return [t.clone() for t in (*s.towers.state_dict().values(), *s.loss.state_dict().values(), *moments)]
+        return [t.clone() for t in (*s.encoder.state_dict().values(), *s.loss.state_dict().values(), *moments)]
 
     before, bad = everything(), batch(torch.float32)
     assert bad.images is not None
     bad.images[9] = torch.nan
     with pytest.raises(NotFinite) as caught:
-        s.take(bad, 1, 0, 10, True)
+        s.run(bad, 1, True)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     facts = caught.value.facts
     assert facts["keys_with_non_finite_features"] == ["k9"] and len(facts["keys"]) == ROWS and facts["step"] == 2
     assert facts["loss"] == "nan" and facts["gradients_not_finite"] and not facts["parameters_not_finite"]
-    s.take(batch(torch.float32), 1, 0, 10, False)  # and the run could go on
+    s.run(batch(torch.float32), 1, False)  # and the run could go on
 
 
 def test_a_gradient_that_overflows_is_found_although_the_loss_is_finite(tiny_model: Path) -> None:
     s = stepper(tiny_model, torch.float32, clip_loss(), batch_size=16)
     s.loss.similarity.logit_scale_i2t.register_hook(lambda g: g * torch.inf)
     with pytest.raises(NotFinite) as caught:
-        s.take(batch(torch.float32), 0, 0, 10, False)
+        s.run(batch(torch.float32), 0, False)
     assert caught.value.facts["gradients_not_finite"] == ["similarity.logit_scale_i2t"]
     assert caught.value.facts["keys_with_non_finite_features"] == []
 
@@ -258,15 +252,15 @@ def test_a_gradient_that_overflows_is_found_although_the_loss_is_finite(tiny_mod
 def test_lengths_that_overflow_are_found_although_cosine_divides_them_out(tiny_model: Path) -> None:
     s = stepper(tiny_model, torch.float32, clip_loss(), batch_size=16)
     with torch.no_grad():
-        s.towers.clip.visual.proj.mul_(1e25)
+        s.encoder.clip.visual.proj.mul_(1e25)
     with pytest.raises(NotFinite) as caught:
-        s.take(batch(torch.float32), 0, 0, 10, False)
+        s.run(batch(torch.float32), 0, False)
     assert len(caught.value.facts["keys_with_non_finite_features"]) == ROWS
 
 
 def test_the_gradients_norm_is_clipped_to_the_flag(tiny_model: Path) -> None:
     s = stepper(tiny_model, torch.float64, clip_loss(), batch_size=16, grad_clip_norm=0.01)
-    numbers = s.take(batch(torch.float64), 0, 0, 10, True)
+    numbers = s.run(batch(torch.float64), 0, True)
     norm = torch.stack([g.norm() for g in gradients(s).values()]).norm()
     assert numbers["grad_norm"] > 0.02 and float(norm) == pytest.approx(0.01, rel=1e-3)
 

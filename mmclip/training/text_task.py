@@ -1,0 +1,394 @@
+"""Training of a text encoder for retrieval: queries and documents as the two sides.
+
+Optimizer, schedule and clipping are those of sentence-transformers' SentenceTransformerTrainer with its defaults, and a
+run equals one of that trainer with :class:`mmclip.losses.sentence_transformers.RoleRankingLoss` on the same batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmclip import distributed
+from mmclip.config import TextTrainConfig
+from mmclip.data.beir import TextCollection, open_beir, require_beir
+from mmclip.data.image_text import BadSample
+from mmclip.data.text_pairs import TrainingPairs, hold_out
+from mmclip.data.text_places import EVALUATIONS, evaluation_name, folder_and_split
+from mmclip.errors import UserError, printable
+from mmclip.evaluation.eval_set import text_set
+from mmclip.evaluation.evaluate import evaluate, quick_rates
+from mmclip.evaluation.results import Results
+from mmclip.losses.contrastive import ContrastiveLoss, LossOutput
+from mmclip.losses.positives import codes_of, known_by_id
+from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
+from mmclip.metrics.rank import TEXT_RATES
+from mmclip.models.export import export_text
+from mmclip.models.metadata import text_metadata, versions
+from mmclip.models.text_encoder import ROLES, TextEncoder, encoding, open_text_model
+from mmclip.roles import Direction, Exponents, Positives, direction_weights
+from mmclip.similarity import TINY, mean_length_factors
+from mmclip.training.monitors import TEXT_ADVICE, BadSamples
+from mmclip.training.optimizer import build_adamw, linear_factor, steps_in_all, text_groups
+from mmclip.training.step import seed_of
+from mmclip.training.task import Json, Task
+
+
+@dataclasses.dataclass
+class TextData:
+    """Data of a text run, opened before its model loads."""
+
+    pairs: TrainingPairs
+    held_out: TextCollection | None  # training queries of the validation
+    val: list[TextCollection]  # for the evaluation of the finished model; the first is the run's own
+
+
+@dataclasses.dataclass
+class TextBatch:
+    """Pairs of one process in a step; their tokens are computed once."""
+
+    pairs: TrainingPairs
+    bad: list[BadSample] = dataclasses.field(default_factory=list)
+    tokens: list[dict[str, Any]] | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        return self.pairs.queries
+
+    def split(self, size: int, parts: int | None = None) -> list[TextBatch]:
+        """Parts of at most ``size`` pairs, in order; or ``parts`` even ones."""
+        n = len(self.pairs)
+        bounds = [*range(0, n, size), n] if parts is None else [n * i // parts for i in range(parts + 1)]
+        if len(bounds) == 2:
+            return [self]
+        return [TextBatch(self.pairs.subset(np.arange(*part))) for part in itertools.pairwise(bounds)]
+
+
+class TextNetwork(nn.Module):
+    """A sentence-transformers encoder over all columns of a batch in one forward pass, as DDP and FSDP need it."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, *columns: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Tokens of queries, documents and K columns of negatives -> raw [B, D], [B, D] and, for K > 0, [B, K, D]."""
+        query, document, *negatives = [self.encoder(dict(column))["sentence_embedding"] for column in columns]
+        return (query, document, torch.stack(negatives, dim=1)) if negatives else (query, document)
+
+
+class TextTask(Task):
+    """Training of one text encoder on pairs of queries and documents."""
+
+    sides = ("query", "document")
+    unit = "pairs"
+    advice = TEXT_ADVICE
+    metric = "ndcg@10"
+    validates_last = True  # the held-out queries, which the evaluation does not have
+    partial_gradients = True  # poolers that no pooling reads, experts that no text chose
+
+    config: TextTrainConfig
+    model: TextEncoder
+
+    @staticmethod
+    def open_data(config: TextTrainConfig) -> TextData:
+        """Raises: UserError: Whatever can be refused before a model loads."""
+        places = [folder_and_split(text) for text in config.val_data or []]
+        for root, split in places:
+            require_beir(root, split)
+        names = [evaluation_name(root, split) for root, split in places]
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise UserError(f"--val-data: {printable(twice)} is named twice; each needs a folder name of its own")
+        pairs, held_out = hold_out(str(config.train_data), config.train_split, config.watch_queries, config.seed)
+        if config.train_fraction < 1:
+            pairs = pairs.take_fraction(config.train_fraction, config.seed)
+        ranks = distributed.world()[1]
+        if len(pairs) < config.batch_size * ranks:
+            raise UserError(
+                f"--batch-size {config.batch_size}{f' on {ranks} processes' if ranks > 1 else ''}: there are only "
+                f"{len(pairs)} training pairs in {printable(config.train_data)}; a smaller batch is needed"
+            )
+        return TextData(pairs, held_out, [open_beir(root, split) for root, split in places])
+
+    @staticmethod
+    def load_model(config: TextTrainConfig, device: torch.device) -> TextEncoder:
+        """The model of a config on a device."""
+        torch.manual_seed(seed_of(config.seed))
+        return open_text_model(config, device, config.keep_normalize)
+
+    @staticmethod
+    def trained(model: TextEncoder) -> tuple[nn.Module, set[str]]:
+        """What is trained of a model, and the state-dict names of it that never change."""
+        return model.encoder, set()
+
+    @classmethod
+    def open(cls, config: TextTrainConfig, data: TextData, model: TextEncoder, device: torch.device) -> TextTask:
+        """The task of a run's data and model."""
+        return cls(config, data, model, device)
+
+    def __init__(self, config: TextTrainConfig, data: TextData, model: TextEncoder, device: torch.device) -> None:
+        self.config, self.data, self.model, self.device = config, data, model, device
+        self.precision, self.pairs = model.precision, data.pairs
+        self.rank, ranks = distributed.world()
+        self.encoder = TextNetwork(model.encoder)
+        self.loss = build_loss(config).to(device)
+        self.relevant = codes_of(torch.from_numpy(self.pairs.relevant)).to(device)
+        # Negatives are candidates of q2d alone
+        self.negatives = self.pairs.n_negatives if Direction.Q2D in self.loss.trained else 0
+        self.outputs = (*self.sides, "negative") if self.negatives else self.sides
+        self.accumulates = config.mini_batch_size is not None
+        self.part_size = config.mini_batch_size or config.batch_size
+        self.global_batch = config.batch_size * ranks
+        self.candidates = self.global_batch * (1 + self.negatives) ** self.loss.weights[Direction.Q2D]
+        self.steps_per_epoch = len(self.pairs) // self.global_batch
+        self.total_steps = steps_in_all(config, self.steps_per_epoch)
+        self.warmup = int(config.warmup) if config.warmup >= 1 else math.ceil(config.warmup * self.total_steps)
+        self.val_steps = config.watch_steps or self.steps_per_epoch
+        self.bad_samples = BadSamples()
+        self.fingerprints = {"data": fingerprint(self.pairs)}
+        self._encoded: tuple[list[str], Tensor] = ([], torch.zeros(0, 0))
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[TextBatch]:
+        order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self.pairs))
+        for step in range(start_step, self.steps_per_epoch):
+            start = step * self.global_batch + self.rank * self.config.batch_size
+            yield TextBatch(self.pairs.subset(order[start : start + self.config.batch_size]))
+
+    def inputs(self, batch: TextBatch) -> tuple[dict[str, Any], ...]:
+        if batch.tokens is None:
+            pairs = batch.pairs
+            negatives = [[row[k] for row in pairs.negatives] for k in range(self.negatives)]
+            columns = [(pairs.queries, "query"), *((texts, "document") for texts in (pairs.documents, *negatives))]
+            batch.tokens = [self.model.tokens(texts, role) | {"task": role} for texts, role in columns]  # for a Router
+        return tuple(
+            {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in tokens.items()}
+            for tokens in batch.tokens
+        )
+
+    def compute_loss(self, features: dict[str, Tensor], batch: TextBatch, log: bool) -> tuple[LossOutput, Json]:
+        sides = {side: features[side] for side in self.sides}
+        extra = {}
+        if "negative" in features:
+            extra["document"] = features["negative"].transpose(0, 1).flatten(0, 1)  # [K * B, D], column by column
+        known = {}
+        if self.loss.positives is not Positives.NONE:
+            documents = torch.from_numpy(batch.pairs.document_ids)
+            ids = (
+                torch.from_numpy(batch.pairs.query_ids),
+                documents[:, 0],
+                documents[:, 1 : 1 + self.negatives].T.reshape(-1),
+            )
+            known = known_by_id(self.relevant, *(distributed.gather_ids(i.to(self.device)) for i in ids))
+        return self.loss(sides, extra=extra, untrained=False, known=known, across_ranks=True), {}
+
+    def build_optimizer(self) -> torch.optim.AdamW:
+        return build_adamw(text_groups(self.encoder, self.loss, self.config), (0.9, 0.999), 1e-8)
+
+    def lr_factor(self, step: int) -> float:
+        return linear_factor(step, self.warmup, self.total_steps)
+
+    def clipped(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        own = {id(p) for p in self.loss.parameters()}
+        return [p for p in parameters if id(p) not in own]
+
+    def checkpoint_gradients(self, enable: bool) -> None:
+        encoder: Any = self.encoder.encoder
+        (encoder.gradient_checkpointing_enable if enable else encoder.gradient_checkpointing_disable)()
+
+    def use_copy(self, network: Any) -> None:
+        self.copy = network
+        self.model = dataclasses.replace(self.model, encoder=network.encoder)
+
+    @property
+    def network(self) -> nn.Module:
+        return getattr(self, "copy", self.encoder)
+
+    # --- validation, evaluation, export ---------------------------------------------------------------------------
+
+    @property
+    def validation_queries(self) -> dict[str, int]:
+        return {Direction.Q2D.value: len(self.data.held_out.queries)} if self.data.held_out else {}
+
+    def validate(self, exponents: Exponents) -> dict[str, float]:
+        assert self.data.held_out is not None
+        held_out, batch = self.data.held_out, self.config.encode_batch_size
+        query = self.model.encode(held_out.queries, "query", batch, False)
+        document = self.model.encode(held_out.documents, "document", batch, False)
+        return quick_rates(text_set(held_out, query, document), exponents, [Direction.Q2D], ("ndcg@10", "success@1"))
+
+    def introduction(self) -> list[str]:
+        data, model = self.data, self.model
+        held_out = (
+            f"{len(data.held_out.queries)} queries held out and watched" if data.held_out else "no queries watched"
+        )
+        lines = [f"{len(self.pairs):,} training pairs of {printable(self.config.train_data)}; {held_out}"]
+        lines += [printable(note) for note in self.pairs.notes]
+        lines += [
+            f"{printable(c.path)} [{printable(c.split)}]: {printable(note)}" for c in data.val for note in c.notes
+        ]
+        if model.removed:
+            rows = model.encode(self.pairs.documents[:64], "document", self.config.encode_batch_size, False)
+            lines.append(
+                f"removed {', '.join(model.removed)}: embeddings are raw, mean norm of a document "
+                f"{float(rows.norm(dim=1).mean()):.3g}"
+            )
+        return [*lines, f"texts cut to {', '.join(f'{model.length_of(role)} tokens ({role})' for role in ROLES)}"]
+
+    def _metadata(self) -> Json:
+        return text_metadata(self.config, self.loss.similarity, self.loss.trained)
+
+    def _about(self, steps: int) -> Json:
+        """What repeats the run and its encoding."""
+        about = {"model": self.config.model, **encoding(self.model), "seed": self.config.seed, "steps": steps}
+        return about | {"versions": versions()}
+
+    def export(self, folder: Path, steps: int) -> str:
+        trained, config = self._metadata(), self.config
+        scoring = how_to_score(config.norm, trained["gamma_d"])
+        data = {"path": config.train_data, "split": config.train_split, "n_pairs": len(self.pairs)}
+        self.model.encoder.eval()
+        export_text(folder, self.model, {**trained, **self._about(steps), "scoring": scoring, "data": data})
+        return f" ({scoring})"
+
+    def evaluate(self, steps: int, seconds: float) -> Iterator[tuple[str, Results]]:
+        self._encoded = ([], torch.zeros(0, 0))  # the model has changed
+        trained = self._metadata()
+        about = {**self._about(steps), "trained_with": trained, "seconds": seconds}
+        for i, collection in sorted(enumerate(self.data.val), key=lambda pair: pair[0] == 0):  # the run's own last
+            folder = f"{EVALUATIONS}/{evaluation_name(collection.path, collection.split)}" if i else ""
+            yield folder, self._evaluate(collection, trained["logit_scale_q2d"], about)
+
+    def _evaluate(self, collection: TextCollection, alpha: float | None, about: Json, fisher: bool = False) -> Results:
+        return evaluate([text_set(collection, *self._embed(collection))], self._exponents(), [Direction.Q2D],
+                        scales={Direction.Q2D: alpha}, metrics=TEXT_RATES, fisher=fisher, seed=self.config.seed,
+                        metadata=about)  # fmt: skip
+
+    @torch.no_grad()
+    def _exponents(self) -> Exponents:
+        return Exponents(*(float(g) for g in self.loss.similarity.exponents))
+
+    def _embed(self, collection: TextCollection) -> tuple[Tensor, Tensor]:
+        """Raw queries [Q, D] and documents [N, D]; documents of the collection before, as of another split, are kept."""
+        batch = self.config.encode_batch_size
+        if self._encoded[0] != collection.documents:
+            self._encoded = collection.documents, self.model.encode(collection.documents, "document", batch)
+        return self.model.encode(collection.queries, "query", batch), self._encoded[1]
+
+    # --- start.json -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def baseline(self) -> Json:
+        """start.json: results.json of the untrained model on the first --val-data, the others under "evaluations", and
+        Fisher condition numbers of training pairs ("q2d") and of titles as queries of their texts ("titles"), which a
+        corpus has enough of where judged queries are few.
+        """
+        config, native = self.config, self._exponents()
+        query, document, rows = self._training_pairs()
+        norms = float(mean_length_factors(query[rows[0]], document[rows[1]], native).prod())
+        alpha = config.logit_scale_init / max(norms, TINY)  # as a first batch of these would set it
+        trained = self._metadata()
+        if Direction.Q2D in self.loss.trained:
+            trained["logit_scale_q2d"] = alpha
+        about = self._about(0) | {"trained_with": trained}
+        content: Json = {}
+        for i, collection in enumerate(self.data.val):
+            found = self._evaluate(collection, alpha, about, fisher=i == 0).json
+            if i == 0:
+                content = {**found, "evaluations": {}}
+            else:
+                kept = {key: found[key] for key in ("data", "retrieval", "magnitude")}
+                content["evaluations"][evaluation_name(collection.path, collection.split)] = kept
+        fisher: Json = {"data": {"path": config.train_data, "split": config.train_split}}
+        fisher["q2d"] = fisher_report(query, document, rows, np.arange(len(query)), native, alpha, seed=config.seed)
+        if self.data.val and (titles := self._titles(self.data.val[0])):
+            each = np.arange(len(titles[0]))
+            fisher["titles"] = {
+                "data": {"path": self.data.val[0].path, "split": self.data.val[0].split},
+                "what": "a title asks for its text",
+                **fisher_report(*titles, (each, each), each, native, alpha, seed=config.seed),
+            }
+        return {**content, "fisher": fisher}
+
+    def _training_pairs(self) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
+        """Raw queries, raw documents, and (query rows, document rows) of random pairs, each text encoded once.
+
+        As many as the Fisher report and its nulls can use.
+        """
+        enough = min(len(self.pairs), 2 * PER_DIMENSION * self.model.dim)
+        rng = np.random.default_rng(self.config.seed)
+        drawn = self.pairs.subset(np.sort(rng.choice(len(self.pairs), enough, replace=False)))
+        embeddings, rows = [], []
+        for role, texts, ids in (("query", drawn.queries, drawn.query_ids),
+                                 ("document", drawn.documents, drawn.document_ids[:, 0])):  # fmt: skip
+            _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+            embeddings.append(self.model.encode([texts[i] for i in first], role, self.config.encode_batch_size))
+            rows.append(inverse.reshape(-1))
+        return embeddings[0], embeddings[1], (rows[0], rows[1])
+
+    def _titles(self, collection: TextCollection) -> tuple[Tensor, Tensor] | None:
+        """Titles as queries and their texts as documents; None where there are too few for a condition number."""
+        rows, known = [], set()
+        for row, (title, document) in enumerate(zip(collection.titles, collection.documents, strict=True)):
+            if title.strip() and title not in known and document[len(title) :].strip():
+                known.add(title)
+                rows.append(row)
+        enough = PER_DIMENSION * self.model.dim
+        if len(rows) < enough:
+            return None
+        chosen = np.sort(np.random.default_rng(self.config.seed).permutation(rows)[: 2 * enough]).tolist()
+        batch = self.config.encode_batch_size
+        texts = [collection.documents[row][len(collection.titles[row]) :].strip() for row in chosen]
+        titles = self.model.encode([collection.titles[row] for row in chosen], "query", batch)
+        return titles, self.model.encode(texts, "document", batch)
+
+
+def build_loss(config: TextTrainConfig) -> ContrastiveLoss:
+    """The loss of a run; alpha is trained with --learn-scale only."""
+    loss = ContrastiveLoss(
+        direction_weights(config.loss, config.q2d_weight, text=True),
+        config.norm,
+        config.positives,
+        config.logit_scale_init,
+        config.logit_scale_max,
+        config.gamma_init,
+        config.focal,
+        config.norm_drift,
+    )
+    for direction in loss.trained:
+        loss.similarity.logit_scale(direction).requires_grad_(config.learn_scale)
+    return loss
+
+
+def fingerprint(pairs: TrainingPairs) -> str:
+    """Digest of all texts and of what is known to be relevant."""
+    digest = hashlib.sha256(json.dumps([pairs.queries, pairs.documents, pairs.negatives]).encode())
+    digest.update(np.ascontiguousarray(pairs.relevant).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def how_to_score(norm: str, gamma_d: float) -> str:
+    """How to rank with a trained model, in words.
+
+    >>> how_to_score("cosine", 1.0)
+    'rank documents by cosine'
+    """
+    if norm in ("cosine", "dnorm"):  # their ranking depends on angles alone
+        return "rank documents by cosine"
+    if norm != "learned":
+        return "rank documents by the dot product of raw embeddings: their norm is part of the score, so keep it"
+    return (
+        f"rank documents by the dot product after each document's embedding is divided by its norm to the power of "
+        f"{gamma_d:.4g}; the query's norm changes no ranking"
+    )
