@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmclip.data.image_text import BadSample, ImageTextData
+from mmclip.data.image_text import BadSample, ImageTextData, by_key, skipped_line
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError
-from mmclip.training import skipped
 from mmclip.training.monitors import BadSamples, no_samples
 from tests.data.test_data import folder, good, jpeg, write_tar
 from tests.data.test_loader import TRANSFORM
@@ -132,8 +131,8 @@ def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path
     with pytest.raises(UserError) as none:  # embed.py, the evaluation, and training with --cache-features
         Runner(torch.device("cpu"), progress=False).images(lambda x: x.flatten(1), data, TRANSFORM)
     (line,) = BadSamples().add([error.value])  # training
-    for text in (str(error.value), line, skipped.told(skipped.by_key([error.value])), str(none.value),
-                 str(no_samples(1, 1, skipped.by_key([error.value])))):  # fmt: skip
+    for text in (str(error.value), line, skipped_line(by_key([error.value])), str(none.value),
+                 str(no_samples(1, 1, by_key([error.value])))):  # fmt: skip
         assert text.count("bad.jpg") == 1 and str(picture) in text, text
         assert "Errno" not in text, text
 

@@ -68,7 +68,7 @@ def test_gradients_numbers_and_states_are_ddps(ranks: list[Found], name: str) ->
     same(fsdp["state"], ddp["state"], bound)
     same(fsdp["last"], ddp["last"], bound)
     other = ranks[1][name]["fsdp"]["state"]
-    assert set(other["towers"].values()) >= {None} and other["loss"], "a whole checkpoint is on one rank"
+    assert set(other["encoder"].values()) >= {None} and other["loss"], "a whole checkpoint is on one rank"
 
 
 def same(got: Found, expected: Found, bound: float = EXACT) -> None:
@@ -128,7 +128,7 @@ def test_rank_0_runs_the_whole_model_alone_for_a_while(ranks: list[Found]) -> No
 def test_a_rank_may_hold_nothing_of_a_parameter(ranks: list[Found]) -> None:
     gradients = ranks[1]["odd parameters"]["fsdp"]["gradients"]
     assert {f"clip.visual.ln_post.{n}" for n in ("one", "scalar", "norm.weight")} <= gradients.keys()
-    buffers = ranks[0]["odd parameters"]["fsdp"]["state"]["towers"]
+    buffers = ranks[0]["odd parameters"]["fsdp"]["state"]["encoder"]
     assert buffers["clip.visual.ln_post.norm.running_mean"].abs().max() > 0
 
 
