@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmclip import distributed
 from mmclip.console import progress_bar
-from mmclip.data.reading import ReaderDied
+from mmclip.data.loading import ReaderDied
 from mmclip.errors import UserError
 from mmclip.training import monitors
 from mmclip.training.signals import SignalHandler

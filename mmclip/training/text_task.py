@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from mmclip import distributed
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import TextCollection, open_beir, require_beir
+from mmclip.data.beir import EVALUATIONS, BeirCollection, evaluation_name, folder_and_split, open_beir, require_beir
 from mmclip.data.image_text import BadSample
-from mmclip.data.text_pairs import TrainingPairs, hold_out
-from mmclip.data.text_places import EVALUATIONS, evaluation_name, folder_and_split
+from mmclip.data.text_pairs import TextPairs, hold_out
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import evaluate, quick_rates
@@ -48,16 +47,16 @@ from mmclip.training.task import Json, Task
 class TextData:
     """Data of a text run, opened before its model loads."""
 
-    pairs: TrainingPairs
-    held_out: TextCollection | None  # training queries of the validation
-    val: list[TextCollection]  # for the evaluation of the finished model; the first is the run's own
+    pairs: TextPairs
+    held_out: BeirCollection | None  # training queries of the validation
+    val: list[BeirCollection]  # for the evaluation of the finished model; the first is the run's own
 
 
 @dataclasses.dataclass
 class TextBatch:
     """Pairs of one process in a step; their tokens are computed once."""
 
-    pairs: TrainingPairs
+    pairs: TextPairs
     bad: list[BadSample] = dataclasses.field(default_factory=list)
     tokens: list[dict[str, Any]] | None = None
 
@@ -270,7 +269,7 @@ class TextTask(Task):
             folder = f"{EVALUATIONS}/{evaluation_name(collection.path, collection.split)}" if i else ""
             yield folder, self._evaluate(collection, trained["logit_scale_q2d"], about)
 
-    def _evaluate(self, collection: TextCollection, alpha: float | None, about: Json, fisher: bool = False) -> Results:
+    def _evaluate(self, collection: BeirCollection, alpha: float | None, about: Json, fisher: bool = False) -> Results:
         return evaluate([text_set(collection, *self._embed(collection))], self._exponents(), [Direction.Q2D],
                         scales={Direction.Q2D: alpha}, metrics=TEXT_RATES, fisher=fisher, seed=self.config.seed,
                         metadata=about)  # fmt: skip
@@ -279,7 +278,7 @@ class TextTask(Task):
     def _exponents(self) -> Exponents:
         return Exponents(*(float(g) for g in self.loss.similarity.exponents))
 
-    def _embed(self, collection: TextCollection) -> tuple[Tensor, Tensor]:
+    def _embed(self, collection: BeirCollection) -> tuple[Tensor, Tensor]:
         """Raw queries [Q, D] and documents [N, D]; documents of the collection before, as of another split, are kept."""
         batch = self.config.encode_batch_size
         if self._encoded[0] != collection.documents:
@@ -337,7 +336,7 @@ class TextTask(Task):
             rows.append(inverse.reshape(-1))
         return embeddings[0], embeddings[1], (rows[0], rows[1])
 
-    def _titles(self, collection: TextCollection) -> tuple[Tensor, Tensor] | None:
+    def _titles(self, collection: BeirCollection) -> tuple[Tensor, Tensor] | None:
         """Titles as queries and their texts as documents; None where there are too few for a condition number."""
         rows, known = [], set()
         for row, (title, document) in enumerate(zip(collection.titles, collection.documents, strict=True)):
@@ -371,7 +370,7 @@ def build_loss(config: TextTrainConfig) -> ContrastiveLoss:
     return loss
 
 
-def fingerprint(pairs: TrainingPairs) -> str:
+def fingerprint(pairs: TextPairs) -> str:
     """Digest of all texts and of what is known to be relevant."""
     digest = hashlib.sha256(json.dumps([pairs.queries, pairs.documents, pairs.negatives]).encode())
     digest.update(np.ascontiguousarray(pairs.relevant).tobytes())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mmclip import distributed
-from mmclip.data.reading import ReaderDied
+from mmclip.data.loading import ReaderDied
 from mmclip.distributed import fsdp
 from mmclip.errors import UserError
 from mmclip.evaluation.results import Results

@@ -14,7 +14,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from transformers import TrainerCallback
 
 from mmclip.config import TextTrainConfig
-from mmclip.data.beir import TextCollection
+from mmclip.data.beir import BeirCollection
 from mmclip.data.text_pairs import open_pairs
 from mmclip.losses.sentence_transformers import RoleRankingLoss
 from mmclip.models.text_encoder import TextEncoder, load_text_model
@@ -229,10 +229,10 @@ def task(tmp_path: Path) -> TextTask:
     return task
 
 
-def collection(titles: list[str], texts: list[str]) -> TextCollection:
+def collection(titles: list[str], texts: list[str]) -> BeirCollection:
     documents = [f"{a} {b}".strip() for a, b in zip(titles, texts, strict=True)]
     names = [f"d{i}" for i in range(len(documents))]
-    return TextCollection("p", "test", ["q"], ["what"], names, documents, titles, np.array([[0, 0]]), np.ones(1))
+    return BeirCollection("p", "test", ["q"], ["what"], names, documents, titles, np.array([[0, 0]]), np.ones(1))
 
 
 def test_documents_of_another_split_are_encoded_once(task: TextTask) -> None:
