@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import statistics
 import sys
@@ -23,8 +24,8 @@ from mmclip.evaluation.results import RESULTS_FILE, START_FILE, Results, json_te
 from mmclip.evaluation.runs import load_runs
 from mmclip.io import lock_folder, remove_partials, require_run_folder, write_text_atomically
 from mmclip.models.metadata import METADATA_FILE
+from mmclip.reporting.summary import print_ending
 from mmclip.reporting.table import Table, show, text_cell
-from mmclip.reporting.tables import print_comparison, print_run
 from mmclip.training import checkpoint as checkpoints
 from mmclip.training.clip_task import ClipTask
 from mmclip.training.profiler import Measured, measure
@@ -157,10 +158,10 @@ def _finish(trainer: Trainer, others: dict[str, Results]) -> None:
         if isinstance(config, TextTrainConfig):
             _print_text(results)
         else:
-            print_run(results, name)
+            start = folder / START_FILE
+            before = json.loads(start.read_text(encoding="utf-8")) if start.is_file() else None
+            print_ending({name: results, **others}, name, before, verbose=config.verbose)
             print_zero_shot(results)
-            if others:
-                print_comparison({name: results, **others})
         print(f"results: {printable(folder / place / RESULTS_FILE)}")
     if results is None:
         script = "evaluate_text.py" if isinstance(config, TextTrainConfig) else "evaluate.py"
