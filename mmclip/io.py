@@ -1,28 +1,42 @@
-"""Writing so that a crash, a full disk or a second reader finds the old file or the new one, and nothing between."""
+"""Files: written whole or not at all, locked, checked for space; array files, JSON text, default output folders."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import math
 import os
+import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from mmclip.errors import UserError, reason
+from mmclip.errors import UserError, printable, reason
 
-MARGIN = 16_000_000  # bytes left for logs and results beside what is asked for
+Array = NDArray[Any]
+MARGIN = 16_000_000  # bytes left for logs and results beside the files that are written
+SUFFIXES = (".safetensors", ".npz")
+MAX_GROWTH = 50  # of a compressed .npz: padded strings shrink a lot, and a bomb a thousand times
+MAX_SMALL = 256_000_000  # bytes that any .npz may unpack to
+
+
+# --- writing and locking ----------------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], advice: str = "free some space") -> None:
     """Have ``write`` make a partial file or folder beside ``path``, and put it in place once it is safely on the disk.
 
-    Errors: UserError where it cannot be written, a full disk above all; what stood at ``path`` stays.
+    Raises:
+        UserError: Where it cannot be written, a full disk above all; what stood at ``path`` stays.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -44,15 +58,15 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Drop what a killed process left half-written in a folder that is this process's alone."""
+    """Drop what a killed process left half-written in a folder of this process alone."""
     for partial in folder.glob(".*.partial"):
         _remove(partial)
 
 
 def lock_folder(folder: Path) -> TextIO | None:
-    """Keep other processes from writing the same run; the lock ends with the file that is returned, or the process.
+    """Keep other processes from writing the same run; the lock ends with the returned file, or with the process.
 
-    None where the file system knows no locks. Errors: UserError where another process holds it.
+    None where the file system has no locks. Raises UserError where another process holds it.
     """
     file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
@@ -68,10 +82,9 @@ def lock_folder(folder: Path) -> TextIO | None:
 
 
 def require_run_folder(folder: Path, resume: str | None) -> None:
-    """Errors: UserError where the folder holds a run already and this is not its continuation, or holds none and this
-    is one."""
-    there = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
-    if resume is None and there:
+    """Raise UserError where a new run's folder holds a run already, or a continued one's holds none."""
+    taken = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
+    if resume is None and taken:
         raise UserError(f"{folder} exists: choose another --name, or continue it with --resume latest")
     if resume == "latest" and not (folder / "config.yaml").is_file():
         raise UserError(f"--resume latest: {folder} holds no run; check --logs and --name")
@@ -79,10 +92,7 @@ def require_run_folder(folder: Path, resume: str | None) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, waiting: str) -> Iterator[None]:
-    """One process at a time is inside for a folder; where another one is, ``waiting`` is said and it is waited for.
-
-    Where the file system knows no locks nobody waits.
-    """
+    """Let one process at a time in; another prints ``waiting`` and waits, unless the file system has no locks."""
     with open(folder / ".lock", "w", encoding="utf-8") as file:
         with contextlib.suppress(OSError):
             try:
@@ -94,7 +104,7 @@ def alone_in(folder: Path, waiting: str) -> Iterator[None]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can still be written in ``folder``, or in the nearest folder above it that is there."""
+    """Bytes that can still be written in ``folder``, or in the nearest existing folder above it."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -103,7 +113,9 @@ def free_bytes(folder: Path) -> int:
 def require_space(folder: Path, needed: int, largest: int, what: str, advice: str) -> None:
     """Refuse before the work what the disk, or the process's limit on a file's size, has no place for.
 
-    needed: bytes of all files, largest: of one. Errors: UserError with both sizes.
+    Args:
+        needed: Bytes of all files.
+        largest: Bytes of the largest file.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and largest > limit:
@@ -140,3 +152,151 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# --- output folders ---------------------------------------------------------------------------------------------------
+
+
+def output_folder(output: str | None, default: Path) -> Path:
+    """Make --output, or the default, before the work. A run's own results.json is never the default's."""
+    where = Path(output) if output else default
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {printable(where)}: cannot be made a folder: {error.strerror}") from None
+    return where
+
+
+def default_output(run: Path | None, model: str, data: str, split: str) -> Path:
+    """Inside the evaluated run or, for any other model, in logs."""
+    parent = run / "evaluations" if run else Path("logs") / "evaluations" / flat(model)
+    return parent / flat(f"{Path(data).resolve().name}-{split}")
+
+
+def flat(name: str) -> str:
+    """A name as one folder's.
+
+    >>> flat("sentence-transformers/all-MiniLM-L6-v2")
+    'sentence-transformers-all-MiniLM-L6-v2'
+    """
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")
+
+
+# --- JSON and array files ---------------------------------------------------------------------------------------------
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """A document as it is written. Raises ValueError for NaN and infinity."""
+    text = json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"  # a name that is not UTF-8: JSON escapes it alike
+
+
+def check_suffix(path: str | Path, name: str = "") -> None:
+    """Raise UserError for a file that is neither .npz nor .safetensors; ``name``: the flag that named it."""
+    if Path(path).suffix not in SUFFIXES:
+        raise UserError(f"{name} {printable(path)}: a file ending in {' or '.join(SUFFIXES)} is expected".lstrip())
+
+
+def read_arrays(path: str | Path) -> dict[str, Array]:
+    """name -> array of a .npz or .safetensors file; bfloat16 becomes float32, and nothing is unpickled.
+
+    Raises:
+        UserError: One line, for anything but plain arrays.
+    """
+    path = Path(path)
+    check_suffix(path)
+    if not path.is_file():  # a pipe would wait for ever
+        raise UserError(f"{printable(path)}: {'not a plain file' if path.exists() else 'no such file'}")
+    try:
+        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except UserError:
+        raise
+    except Exception as error:  # damaged content makes numpy, zipfile, zlib and safetensors raise nearly anything
+        raise UserError(f"{printable(path)}: not readable as {path.suffix}: {reason(error)}") from None
+
+
+def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
+    """Write the kind of file that the name ends in, whole or not at all. Raises UserError."""
+    path = Path(path)
+    check_suffix(path)
+
+    def write(partial: Path) -> None:
+        if path.suffix == ".npz":
+            with partial.open("wb") as file:  # of a name numpy would add its own ending
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+            return
+        from safetensors.numpy import save_file
+
+        partial.touch()
+        mode = partial.stat().st_mode
+        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, partial)
+        partial.chmod(mode)  # safetensors lets no other user read its files, whatever the umask says
+
+    write_atomically(path, write)
+
+
+def json_array(value: Any) -> Array:
+    """The bytes of a value's JSON as uint8, which both kinds of file can hold; ``json.loads(array.tobytes())``.
+
+    >>> json_array(["a"]).tobytes()
+    b'["a"]'
+    """
+    return np.frombuffer(bytearray(json.dumps(value, allow_nan=False), "ascii"), dtype=np.uint8)
+
+
+def read_json_array(array: Array, name: str) -> Any:
+    """Decode :func:`json_array`. Raises UserError naming the array."""
+    try:
+        return json.loads(array.tobytes().decode("utf-8"), parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else printable(error, 100)
+        raise UserError(f"{name}: uint8 is read as the bytes of a JSON text, and it is none: {why}") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{printable(text, 40)} is not a finite number")
+    return value
+
+
+def _read_npz(path: Path) -> dict[str, Array]:
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > max(MAX_SMALL, MAX_GROWTH * size):
+        raise UserError(
+            f"{printable(path)}: {size:,} bytes that would unpack to {unpacked:,}, above {MAX_GROWTH} times as many: "
+            "no embeddings shrink so far"
+        )
+    arrays: dict[str, Array] = {}
+    with np.load(path, allow_pickle=False) as file:
+        for name in file.files:
+            try:
+                array = file[name]
+            except ValueError as error:
+                if "allow_pickle" not in str(error):
+                    raise
+                raise UserError(
+                    f"{printable(name, 60)} holds Python objects; numbers or strings are read, such as "
+                    "np.array(ids, dtype=str)"
+                ) from None
+            if not isinstance(array, np.ndarray):  # numpy hands out the bytes of any other member
+                raise ValueError(f"{printable(name, 60)} is no array")
+            if array.dtype.kind not in "biufUS":
+                kind = printable(array.dtype, 60)
+                raise UserError(f"{printable(name, 60)} holds {kind} values; numbers or strings are read")
+            arrays[name] = array
+    return arrays
+
+
+def _read_safetensors(path: Path) -> dict[str, Array]:
+    import torch
+    from safetensors import safe_open
+
+    arrays: dict[str, Array] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            tensor = file.get_tensor(name)
+            arrays[name] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return arrays

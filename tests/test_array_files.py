@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from mmclip.array_files import SUFFIXES, check_suffix, json_array, read_arrays, read_json_array, write_arrays
 from mmclip.config.clip import EMBEDDING_SUFFIXES as OF_THE_FLAG
 from mmclip.errors import UserError
+from mmclip.io import SUFFIXES, check_suffix, json_array, read_arrays, read_json_array, write_arrays
 
 ARRAYS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, -2]), "ids": json_array(["a", "\udce9"])}
 
@@ -73,9 +73,7 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
         read_arrays(tmp_path / "x.npz")
 
 
-@pytest.mark.parametrize(
-    "content", [header((10**14,)), header((2,)) + b"\0" * 4, header((1,)) + b"\0" * 999, b"", b"x" * 99]
-)
+@pytest.mark.parametrize("content", [header((10**14,)), header((2,)) + b"\0" * 4, b"", b"x" * 99])
 def test_a_header_is_not_believed(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(UserError, match=r"not readable as \.npz") as error:
         read_arrays(npz(tmp_path / "x.npz", image=content))

@@ -17,11 +17,9 @@ from mmclip import metrics
 from mmclip.config import AdviseConfig
 from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.results import json_text
-from mmclip.io import write_text_atomically
+from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
-from mmclip.output_paths import flat, output_folder
 from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_length_factors
 from mmclip.tasks.advise import MIN_QUERIES, decide, undecided
 from mmclip.tasks.advise_show import draw, show

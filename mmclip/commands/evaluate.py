@@ -19,13 +19,12 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import verdicts
 from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets, saved_bank
 from mmclip.evaluation.evaluate import evaluate, evaluate_model, ranking_bars
-from mmclip.evaluation.results import Results, save_results
-from mmclip.evaluation.runs import load_run, load_runs
+from mmclip.evaluation.results import Results, load_results, load_runs, save_results
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes, told_zero_shot
+from mmclip.io import default_output, flat, output_folder
 from mmclip.models import metadata
 from mmclip.models.factory import load_clip
 from mmclip.models.metadata import native_exponents, trained_scales
-from mmclip.output_paths import default_output, flat, output_folder
 from mmclip.reporting.run_tables import diagnostics_tables
 from mmclip.reporting.summary import print_ending
 from mmclip.reporting.table import show
@@ -41,8 +40,8 @@ def run(settings: EvaluateConfig) -> None:
             raise UserError(f"--plot {settings.plot!r}: the name of a .png file in a folder that exists is expected")
     runs: dict[str, Results] = {}
     others = load_runs(settings.compare or [])
-    control = load_run(settings.control) if settings.control else None
-    baseline = load_run(settings.baseline) if settings.baseline else None
+    control = load_results(settings.control) if settings.control else None
+    baseline = load_results(settings.baseline) if settings.baseline else None
     if settings.model is not None or settings.embeddings is not None:
         name, results = _evaluate(settings)
         runs[name] = results

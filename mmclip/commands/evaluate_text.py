@@ -12,12 +12,10 @@ from mmclip import distributed, metrics
 from mmclip.config import TextEvaluateConfig
 from mmclip.data.beir import BeirCollection, open_beir
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.comparison import compare, verdicts
+from mmclip.evaluation.comparison import against_first, verdicts
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import evaluate, list_scores, ranking_bars
-from mmclip.evaluation.results import NATIVE, Results, load_results, save_results
-from mmclip.evaluation.runs import run_names, told_of
-from mmclip.evaluation.significance import against_first
+from mmclip.evaluation.results import NATIVE, Results, load_results, run_names, save_results
 from mmclip.evaluation.trec import (
     QRELS_FILE,
     RUN_ENDING,
@@ -29,10 +27,10 @@ from mmclip.evaluation.trec import (
     write_qrels,
     write_run,
 )
+from mmclip.io import default_output, output_folder
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, encoding, native_scoring, open_text_model
-from mmclip.output_paths import default_output, output_folder
-from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric, run_tables
+from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric
 from mmclip.reporting.summary import print_ending
 from mmclip.reporting.table import show
 from mmclip.similarity import Direction, Normalization
@@ -169,8 +167,4 @@ def load_text_run(path: str) -> Results:
     results = load_results(path)
     if "q2d" not in results.json["retrieval"]:
         raise UserError(f"{printable(path)}: not a text evaluation: it has no direction q2d; see scripts/evaluate.py")
-    with told_of(path):
-        run_tables({"run": results})
-        compare(results, results, resamples=2)
-        float(results.json["evaluation"]["native"]["gamma_d"])
     return results

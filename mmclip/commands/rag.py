@@ -20,8 +20,8 @@ from mmclip.config import RagConfig
 from mmclip.config.text import SCORINGS
 from mmclip.data.beir import QUERIES, BeirCollection, open_beir
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.results import NATIVE, json_text
-from mmclip.io import lock_folder, write_text_atomically
+from mmclip.evaluation.results import NATIVE
+from mmclip.io import json_text, lock_folder, write_text_atomically
 from mmclip.models import metadata
 from mmclip.models.text_encoder import native_scoring, open_text_model, text_precision
 from mmclip.reporting.formats import NONE, delta, rate

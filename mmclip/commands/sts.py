@@ -21,12 +21,10 @@ from mmclip import distributed
 from mmclip.config import StsConfig
 from mmclip.config.text import AUTO
 from mmclip.errors import printable
-from mmclip.evaluation.results import json_text
-from mmclip.io import write_text_atomically
+from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics import over_seeds
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, native_scoring, open_text_model
-from mmclip.output_paths import flat, output_folder
 from mmclip.similarity import Exponents, Normalization, mean_length_factors
 from mmclip.tasks.sts import NATIVE, PairBootstrap, StsPairs, evaluate_sts, open_sts, scorings
 from mmclip.tasks.sts_tables import print_sts

@@ -20,9 +20,8 @@ from mmclip.config import TextTrainConfig, TrainConfig
 from mmclip.data.image_text import skipped_line
 from mmclip.distributed import fsdp
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.results import RESULTS_FILE, START_FILE, Results, json_text, save_results
-from mmclip.evaluation.runs import load_runs
-from mmclip.io import lock_folder, remove_partials, require_run_folder, write_text_atomically
+from mmclip.evaluation.results import RESULTS_FILE, START_FILE, Results, load_runs, save_results
+from mmclip.io import json_text, lock_folder, remove_partials, require_run_folder, write_text_atomically
 from mmclip.models.metadata import METADATA_FILE
 from mmclip.reporting.summary import print_ending
 from mmclip.reporting.table import Table, show, text_cell

@@ -39,9 +39,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmclip.array_files import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.config.model_config import check_metadata, shown
 from mmclip.errors import UserError, nearest, printable
+from mmclip.io import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.retrieval import Qrels
 from mmclip.retrieval.sides import lengths
 from mmclip.similarity import CLIP_DIRECTIONS

@@ -1,49 +1,55 @@
-"""Two runs over the same data: differences with intervals, and whether length was learned and is useful.
+"""Compare finished runs over the same data: paired differences, significance, verdicts, and means over seeds.
 
-Every difference is paired: both runs answered the same queries, so queries are resampled together (those of one image
-as one), which removes what the two share.
+Every difference is paired: the runs answered the same queries, so queries are resampled together (those of one image as
+one cluster), which removes what the runs share. Images and texts, or text retrieval, are compared alike.
+
+A difference is {"delta", "ci", "within_noise"}: ``within_noise`` where the 95 % interval holds 0, or where all queries
+are one cluster, which has no spread to estimate ("ci" None).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmclip import metrics
-from mmclip.errors import UserError
-from mmclip.evaluation.comparable import check_baseline, check_control, is_text, losses_differ, same_data, seeds_differ
+from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.results import NATIVE, Results
-from mmclip.metrics import magnitude as diagnostics
+from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Array, Json, Results
+from mmclip.metrics import magnitude as magnitudes
+from mmclip.metrics.significance import FLIPS
 from mmclip.models.metadata import trained_directions
-from mmclip.similarity import TEXT_DIRECTIONS, Direction
+from mmclip.roles import TEXT_DIRECTIONS, Direction
 
-Array = NDArray[Any]
-Json = dict[str, Any]
 SEED = 0
 # Of each group of a verdict: percentiles of 8 members cover 95% in nine cases of ten, of 30 in 93 of 100
 MIN_MEMBERS = 30
 ONE_CLUSTER, ONE_QUERY = "all queries are one image's", "there is one query"
-METRICS = {False: "success@1", True: "ndcg@10"}  # what a verdict on images and texts, or on text, is about
+METRICS = {False: "success@1", True: "ndcg@10"}  # of a verdict on images and texts, or on text retrieval
+# Training metadata that, with the model, make two runs the same but for the seed
+SAME = ("loss", "i2t_weight", "norm", "gamma_schedule", "gamma_from", "gamma_start", "gamma_end", "stage2_lr_factor",
+        "focal", "norm_drift", "i2t_weight_end")  # fmt: skip
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
 
 
 def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed: int = SEED) -> Json:
-    """b - a: pool -> direction -> scoring -> metric -> {"delta", "ci", "within_noise"}.
+    """b - a: pool -> direction -> scoring -> metric -> difference.
 
-    native is compared with native (each run's own exponents), every other scoring with itself. ``within_noise`` says
-    that the interval holds 0, or that there is none ("ci" None): all queries are one image's, which have no spread to
-    tell. Errors: UserError where the runs were not evaluated on the same data.
+    native is compared with native (each run's own exponents), every other scoring with itself.
+
+    Raises:
+        UserError: Where the runs were not evaluated on the same data.
     """
     same_data(a, b)
     report: Json = {}
-    for pool, section in b.pools.items():
-        if pool not in a.pools:
-            continue
+    for pool in [pool for pool in b.pools if pool in a.pools]:
         report[pool] = {}
-        for direction, scorings in section["retrieval"].items():
+        for direction, scorings in b.pools[pool]["retrieval"].items():
             names = [s for s in scorings if s in a.pools[pool]["retrieval"][direction]]
             rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
             columns = [
@@ -51,22 +57,61 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
                 for s in names
                 for m in rates
             ]
-            clusters = b.array(f"{pool}/{direction}/clusters")
-            found = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
-            spread = several(clusters)
-            report[pool][direction] = {s: {m: _delta(next(found), spread) for m in rates} for s in names}
+            clusters = b.clusters(pool, direction)
+            intervals = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
+            spread = metrics.several(clusters)
+            report[pool][direction] = {s: {m: _difference(next(intervals), spread) for m in rates} for s in names}
     return report
 
 
-def scoring_gain(run: Results, pool: str, direction: str, before: str, after: str, metric: str = "success@1") -> Json:
-    """What a scoring gains over another in one run, over the same queries: {"delta", "ci", "within_noise"}."""
-    a, b = (run.query_values(pool, direction, scoring, metric) for scoring in (before, after))
-    return change(a, b, run.array(f"{pool}/{direction}/clusters"))
-
-
 def change(a: Array, b: Array, clusters: Array) -> Json:
-    """b - a over the same queries, a [Q], b [Q], clusters [Q]: {"delta", "ci", "within_noise"}."""
-    return _delta(metrics.paired_difference(a, b, clusters, seed=SEED), several(clusters))
+    """The difference b - a over the same queries: a [Q], b [Q], clusters [Q]."""
+    return _difference(metrics.paired_difference(a, b, clusters, seed=SEED), metrics.several(clusters))
+
+
+def scoring_gain(run: Results, pool: str, direction: str, before: str, after: str, metric: str = "success@1") -> Json:
+    """The gain of a scoring over another in one run."""
+    a, b = (run.query_values(pool, direction, scoring, metric) for scoring in (before, after))
+    return change(a, b, run.clusters(pool, direction))
+
+
+def against_first(values: Sequence[Array], *, flips: int = FLIPS, seed: int = 0) -> list[Json]:
+    """Differences of values[1:] [Q] to values[0] [Q] with {"p", "smallest_detectable", "flips"}, of several "p_holm"."""
+    first, *others = values
+    queries = np.arange(len(first))
+    tests: list[Json] = [
+        {
+            **change(first, other, queries),
+            "p": metrics.randomization_p(first, other, flips=flips, seed=seed),
+            "smallest_detectable": metrics.smallest_detectable(first, other),
+            "flips": flips,
+        }
+        for other in others
+    ]
+    if len(tests) > 1:
+        for test, p in zip(tests, metrics.holm([t["p"] for t in tests]), strict=True):
+            test["p_holm"] = p
+    return tests
+
+
+def significance(runs: Mapping[str, Results], scoring: str = NATIVE, metric: str = "ndcg@10") -> dict[str, Json]:
+    """:func:`against_first` of finished text runs: name of every run but the first -> its test. Raises UserError."""
+    first, *others = runs.values()
+    for other in others:
+        same_data(first, other)
+    values = [r.query_values(MAIN_POOL, "q2d", scoring, metric) for r in runs.values()]
+    return dict(zip(list(runs)[1:], against_first(values), strict=True))
+
+
+def _difference(interval: tuple[float, float, float], spread: bool = True) -> Json:
+    """``spread``: whether there are several clusters."""
+    delta, lo, hi = interval
+    if not spread:
+        return {"delta": delta, "ci": None, "within_noise": True}
+    return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def verdict(
@@ -75,39 +120,53 @@ def verdict(
     baseline: Results | None = None,
     pool: str = MAIN_POOL,
     direction: Direction | None = None,
-    *,
-    metric: str | None = None,
-    resamples: int = metrics.RESAMPLES,
-    seed: int = SEED,
+    **options: Any,
 ) -> Json:
-    """Was the candidates' length learned, and is it useful? {"pool", "direction", "learned": {...}, "useful": {...}}.
+    """Decide whether the documents' norm was learned, and whether it is useful.
 
-    control: the same loss and seed, the candidate side normalized in training (gamma_d = 1), whose lengths no loss saw.
-    baseline: the sym/cosine run, of text the same loss with cosine. direction: the trained one; a run that trained both
-    needs it named. Text is judged in q2d. metric: success@1, of text ndcg@10.
-    LEARNED: d(topk) of the candidates exceeds the control's: the paired interval lies above 0.
+    LEARNED: d(topk) of the documents exceeds the control's: the paired interval lies above 0.
     USEFUL: (1) the metric's native - cosine of the run is above 0 and exceeds the control's dot - cosine: both paired
     intervals lie above 0; and (2) native is not below the baseline's cosine: no where the difference itself is below 0,
     yes where its paired interval lies above 0, and open (None) between, where the difference is within noise. To exceed
-    the control would not do: a control's lengths are noise to its dot scoring, so it loses by them, and a run whose
-    lengths are nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
+    the control is not enough: its norms are noise to its dot scoring, so it loses by them, and a run whose norms are
+    nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
 
-    "verdict" is True, False, or None with a "reason"; "sentence" says it in words with its numbers.
-    Errors: UserError for runs over different data, a control of another loss or with gamma_d other than 1, and for
-    text that was trained in d2q alone, which no evaluation asks in.
+    Args:
+        control: Same loss and seed, documents normalized in training (gamma_d = 1), so that no loss used their norm.
+        baseline: The sym/cosine run, of text the same loss with cosine.
+        direction: The trained one, q2d of text; needed for a run that trained both.
+        options: metric (success@1, of text ndcg@10), resamples, seed.
+
+    Returns:
+        {"pool", "direction", "learned": {...}, "useful": {...}}; each "verdict" is True, False, or None with a
+        "reason", and "sentence" says it in words with its numbers.
+
+    Raises:
+        UserError: For runs over different data, a control of another loss or seed or with gamma_d other than 1, and
+            for text that trained d2q alone, which no evaluation ranks.
     """
-    facts = run.json.get("trained_with") or {}
-    if is_text(facts):
-        if facts.get("loss") == Direction.D2Q:
+    trained = run.trained_with
+    if is_text(trained):
+        if trained.get("loss") == Direction.D2Q:
             raise UserError("the run trained d2q alone, and text is evaluated in q2d: there is nothing to judge")
         direction = direction or Direction.Q2D
     if direction is None:
-        trained = trained_directions(facts)
-        if len(trained) > 1:
+        if len(trained_directions(trained)) > 1:
             raise UserError("the run trained both directions; name one of: i2t, t2i")
-        direction = trained[0]
+        direction = trained_directions(trained)[0]
     baselines = None if baseline is None else [baseline]
-    return pooled_verdict([run], [control], baselines, pool, direction, metric=metric, resamples=resamples, seed=seed)
+    return pooled_verdict([run], [control], baselines, pool, direction, **options)
+
+
+def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
+    """The verdicts of all pools on a run that keeps some of its documents' norm and has the control's loss and seed;
+    [] for any other run. Raises UserError as :func:`verdict`."""
+    mine, controls = run.trained_with, control.trained_with
+    if losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
+        return []
+    if is_text(mine) and mine.get("loss") == Direction.D2Q:
+        return []
+    return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
 
 def pooled_verdict(
@@ -121,10 +180,11 @@ def pooled_verdict(
     resamples: int = metrics.RESAMPLES,
     seed: int = SEED,
 ) -> Json:
-    """:func:`verdict` on one setting trained with several seeds: the same questions of the means over seeds.
+    """:func:`verdict` on the means over training seeds.
 
-    runs, controls, baselines: one a training seed, in the same order. Intervals draw queries and seeds
-    (metrics.bootstrap), of one seed queries alone.
+    Args:
+        runs, controls, baselines: One a training seed, in the same order. Intervals draw queries and, of several,
+            seeds (mmclip.metrics.bootstrap).
     """
     direction = Direction(direction)
     for other in (*runs[1:], *controls, *(baselines or [])):
@@ -133,69 +193,54 @@ def pooled_verdict(
         check_control(run, control)
     for baseline in baselines or []:
         check_baseline(baseline, runs[0])
-    text = is_text(runs[0].json.get("trained_with") or {})
-    where = (pool, direction.value)
-    options = {"resamples": resamples, "seed": seed}
+    text = is_text(runs[0].trained_with)
+    options: Any = {"resamples": resamples, "seed": seed}
     report: Json = {"pool": pool, "direction": direction.value}
-    if all(run.json["evaluation"]["native"]["gamma_d"] == 1 for run in runs):
+    if all(run.native.gamma_d == 1 for run in runs):
         blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
         return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
-    if not several(runs[0].array("/".join((*where, "clusters")))):
+    if not metrics.several(runs[0].clusters(pool, direction)):
         return report | {kind: _undecided(ONE_QUERY if text else ONE_CLUSTER) for kind in ("learned", "useful")}
-    report["learned"] = _learned(runs, controls, where, direction, options)
-    report["useful"] = _useful(runs, controls, baselines, where, metric or METRICS[text], options)
+    report["learned"] = _learned(runs, controls, pool, direction, options)
+    report["useful"] = _useful(runs, controls, baselines, pool, direction, metric or METRICS[text], options)
     return report
 
 
-def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
-    """The verdicts on a run whose documents keep some length and whose loss and seed are the control's, one a pool; []
-    for any other run. Errors: UserError, as of :func:`verdict`."""
-    mine, controls = (r.json.get("trained_with") or {} for r in (run, control))
-    if losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
-        return []
-    if is_text(mine) and mine.get("loss") == Direction.D2Q:
-        return []
-    return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
-
-
 def _learned(
-    runs: Sequence[Results], controls: Sequence[Results], where: tuple[str, str], direction: Direction, options: Json
+    runs: Sequence[Results], controls: Sequence[Results], pool: str, direction: Direction, options: Json
 ) -> Json:
-    prefix = "/".join(where)
-    clusters = runs[0].array(f"{prefix}/clusters")
-    side = direction.document_side
+    clusters, side = runs[0].clusters(pool, direction), direction.document_side
     values, samples = [], []
     for name, group in (("run", runs), ("control", controls)):
-        moments = np.stack([r.array(f"{prefix}/topk_moments") for r in group], axis=1)  # [Q, S, 6]
+        moments = np.stack([r.array(f"{pool}/{direction}/topk_moments") for r in group], axis=1)  # [Q, S, 6]
         fewest = int(moments.sum(axis=0)[:, [0, 3]].min())
         if 0 < fewest < MIN_MEMBERS:
             return _undecided(
-                f"too few: {fewest} relevant or irrelevant {side}s among the {name}'s {diagnostics.TOP_K} best by "
+                f"too few: {fewest} relevant or irrelevant {side}s among the {name}'s {magnitudes.TOP_K} best by "
                 f"cosine, at least {MIN_MEMBERS} are needed"
             )
-        levels = np.array([float(r.array(f"{prefix}/length_level")[0]) for r in group])
-        values.append(float(diagnostics.d_from_moments(moments.sum(axis=0), levels).mean()))
+        levels = np.array([float(r.array(f"{pool}/{direction}/length_level")[0]) for r in group])
+        values.append(float(magnitudes.d_from_moments(moments.sum(axis=0), levels).mean()))
         sums = metrics.cluster_sums(moments.reshape(len(moments), -1), clusters, **options)
-        samples.append(diagnostics.d_from_moments(sums.reshape(-1, *moments.shape[1:]), levels))
+        samples.append(magnitudes.d_from_moments(sums.reshape(-1, *moments.shape[1:]), levels))
     for name, value in zip(("run", "control"), values, strict=True):
         if not np.isfinite(value):
-            reason = f"d(topk) of the {name}'s {side} lengths does not exist: a group is empty or lengths do not vary"
-            return _undecided(reason)
-    difference = metrics.over_seeds(samples[0] - samples[1], seed=options["seed"])
-    difference = difference[np.isfinite(difference)]
-    if len(difference) < metrics.MIN_DEFINED * options["resamples"]:
+            return _undecided(
+                f"d(topk) of the {name}'s {side} lengths does not exist: a group is empty or lengths do not vary"
+            )
+    ci = metrics.finite_interval(metrics.over_seeds(samples[0] - samples[1], seed=options["seed"]))
+    if ci is None:
         return _undecided(f"too few queries: d(topk) of the {side} lengths exists in too few resamples")
-    lo, hi = metrics.interval(difference)
-    learned = lo > 0
-    delta = values[0] - values[1]
+    interval = (values[0] - values[1], *ci)
+    learned = ci[0] > 0
     return {
         "verdict": learned,
         "d_run": values[0],
         "d_control": values[1],
-        **_delta((delta, lo, hi)),
+        **_difference(interval),
         "sentence": (
             f"{side} length {'was learned' if learned else 'is not shown to be learned'}: d(topk) {values[0]:.2f} "
-            f"against the control's {values[1]:.2f}, difference {_signed(delta, lo, hi, 2)}."
+            f"against the control's {values[1]:.2f}, difference {_signed(interval, 2)}."
         ),
     }
 
@@ -204,19 +249,17 @@ def _useful(
     runs: Sequence[Results],
     controls: Sequence[Results],
     baselines: Sequence[Results] | None,
-    where: tuple[str, str],
+    pool: str,
+    direction: Direction,
     metric: str,
     options: Json,
 ) -> Json:
-    text = where[1] in TEXT_DIRECTIONS
-    named, missing = ("the cosine run", "the cosine run") if text else ("sym/cosine", "the sym/cosine run")
+    def values(group: Sequence[Results], scoring: str) -> Array:  # [S, Q]
+        return np.stack([r.query_values(pool, direction, scoring, metric).astype(np.float64) for r in group])
 
-    def hits(group: Sequence[Results], scoring: str) -> Array:  # [S, Q]
-        return np.stack([r.query_values(*where, scoring, metric).astype(np.float64) for r in group])
-
-    clusters = runs[0].array("/".join((*where, "clusters")))
-    own = hits(runs, NATIVE) - hits(runs, "cosine")
-    luck = hits(controls, "dot") - hits(controls, "cosine")
+    clusters = runs[0].clusters(pool, direction)
+    own = values(runs, NATIVE) - values(runs, "cosine")
+    luck = values(controls, "dot") - values(controls, "cosine")
     gain = metrics.mean_interval(own - luck, clusters, **options)
     helps = metrics.mean_interval(own, clusters, **options)
     report: Json = {
@@ -224,21 +267,23 @@ def _useful(
         "native_minus_cosine_run": float(own.mean()),
         "native_minus_cosine_run_ci": list(helps[1:]),
         "dot_minus_cosine_control": float(luck.mean()),
-        "gain": _delta(gain),
+        "gain": _difference(gain),
         "native_minus_baseline_cosine": None,
     }
     above = helps[1] > 0 and gain[1] > 0
     words = (
-        f"length gives {_signed(*helps, 3)} {metric} against {luck.mean():+.3f} in the control, difference "
-        f"{_signed(*gain, 3)}"
+        f"length gives {_signed(helps, 3)} {metric} against {luck.mean():+.3f} in the control, difference "
+        f"{_signed(gain, 3)}"
     )
+    missing = "the cosine run" if direction in TEXT_DIRECTIONS else "the sym/cosine run"
     if baselines is None:
         if above:
             return {**report, **_undecided(f"{words}; without {missing} the second condition is open")}
         return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
-    beside = metrics.mean_interval(hits(runs, NATIVE) - hits(baselines, "cosine"), clusters, **options)
-    report["native_minus_baseline_cosine"] = _delta(beside)
-    words += f"; native minus {named}'s cosine is {_signed(*beside, 3)}"
+    beside = metrics.mean_interval(values(runs, NATIVE) - values(baselines, "cosine"), clusters, **options)
+    report["native_minus_baseline_cosine"] = _difference(beside)
+    named = "sym/cosine" if missing == "the sym/cosine run" else missing
+    words += f"; native minus {named}'s cosine is {_signed(beside, 3)}"
     if above and beside[0] >= 0 >= beside[1]:
         return {**report, **_undecided(f"{words}, not below it but within noise of it")}
     useful = above and beside[1] > 0
@@ -250,19 +295,157 @@ def _undecided(reason: str) -> Json:
     return {"verdict": None, "reason": reason, "sentence": f"No verdict: {reason}."}
 
 
-def _signed(delta: float, lo: float, hi: float, digits: int) -> str:
+def _signed(interval: tuple[float, float, float], digits: int) -> str:
+    delta, lo, hi = interval
     return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
 
 
-def _delta(found: tuple[float, float, float], spread: bool = True) -> Json:
-    """(difference, low, high) as results have it; "within_noise" says that the interval holds 0, or that there is none
-    because all queries are one cluster's (``spread`` False)."""
-    delta, lo, hi = found
-    if not spread:
-        return {"delta": delta, "ci": None, "within_noise": True}
-    return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
+# --- which runs can be compared ---------------------------------------------------------------------------------------
 
 
-def several(clusters: Array) -> bool:
-    """One cluster has no spread, which is not the same as certainty."""
-    return len(np.unique(clusters)) > 1
+def same_data(a: Results, b: Results) -> None:
+    """Raise UserError naming both runs where they did not rank the same candidates for the same queries."""
+    for key in ("fingerprint", "n_queries", "n_images", "n_texts", "n_documents"):
+        left, right = a.json["data"].get(key), b.json["data"].get(key)
+        if left != right:
+            raise UserError(
+                f"runs over different data cannot be compared: {key} is {printable(left, 60)} for {_called(a)} and "
+                f"{printable(right, 60)} for {_called(b)}; evaluate both on the same data"
+            )
+    for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
+        marks = [r.json["pools"][pool].get("fingerprint") for r in (a, b)]
+        if marks[0] != marks[1]:
+            raise UserError(
+                f"runs over different distractors cannot be compared: pool {printable(pool, 60)} is not the same in both"
+            )
+
+
+def _called(run: Results) -> str:
+    """A model's name, and how it was trained: runs of one study start from one model."""
+    words = [str(run.trained_with[k]) for k in ("loss", "norm") if run.trained_with.get(k)]
+    words += [f"seed {run.seed}"] if run.seed is not None else []
+    return printable(run.json.get("model"), 60) + (f" ({printable(', '.join(words), 60)})" if words else "")
+
+
+def is_text(trained: Json) -> bool:
+    """Whether training metadata are those of a text encoder."""
+    return trained.get("task") == "text"
+
+
+def seeds_differ(run: Results, control: Results) -> bool:
+    """Whether both have a known seed, and not the same."""
+    return len({run.seed, control.seed} - {None}) > 1
+
+
+def losses_differ(mine: Json, controls: Json) -> bool:
+    """Whether two losses weigh the directions differently: sym with i2t_weight 1 is asym-i2t, both with q2d_weight 1
+    is q2d."""
+    if is_text(mine) != is_text(controls) or mine.get("i2t_weight_end") != controls.get("i2t_weight_end"):
+        return True
+    weights = [trained.get("q2d_weight" if is_text(trained) else "i2t_weight") for trained in (mine, controls)]
+    return weights[0] != weights[1] if None not in weights else mine.get("loss") != controls.get("loss")
+
+
+def check_baseline(baseline: Results, run: Results) -> None:
+    """Require the sym/cosine run or, of text, a cosine run of the run's own loss."""
+    trained, native = baseline.trained_with, baseline.native
+    cosine = tuple(native) == (1, 1)
+    start = f"the baseline was trained with {printable(trained.get('loss'))} and the exponents {native.gamma_q}, "
+    start += f"{native.gamma_d}: "
+    if is_text(run.trained_with):
+        if not cosine or losses_differ(trained, run.trained_with):
+            loss = printable(run.trained_with.get("loss"))
+            raise UserError(f"{start}a baseline is a cosine run of the run's loss, {loss}")
+        return
+    both = trained.get("loss") in (None, "sym") and trained.get("i2t_weight") in (None, 0.5) and not is_text(trained)
+    if not both or "i2t_weight_end" in trained or not cosine:
+        raise UserError(f"{start}a baseline is a sym/cosine run, both directions of equal weight")
+
+
+def check_control(run: Results, control: Results) -> None:
+    """Require the run's loss and seed, and documents that were normalized throughout training."""
+    pair = control.trained_with, run.trained_with
+    if losses_differ(*pair):
+        name = "q2d_weight" if is_text(pair[1]) else "i2t_weight"
+        losses = [printable(t.get("loss")) + (f" ({name} {w})" if (w := t.get(name)) else "") for t in pair]
+        raise UserError(
+            f"the control was trained with the loss {losses[0]}, the run with {losses[1]}: a control has the run's loss"
+        )
+    if seeds_differ(run, control):
+        raise UserError(
+            f"the control was trained with seed {control.seed}, the run with {run.seed}: a control has the run's seed"
+        )
+    earlier = pair[0].get("gamma_from", "cosine")
+    if earlier not in ("cosine", "dnorm"):
+        raise UserError(
+            f"the control began with {printable(earlier, 40)}, which keeps its documents' length: no loss of a control "
+            "ever sees it"
+        )
+    if control.native.gamma_d != 1:
+        raise UserError(
+            f"the control keeps its documents' length (gamma_d {control.native.gamma_d}); a control is trained with "
+            "gamma_d 1: cosine or dnorm"
+        )
+
+
+# --- runs that differ only in their seed ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one model, loss and normalization with different seeds.
+
+    A query's number is its mean over the seeds, so intervals cover the choice of queries and not that of seeds; how far
+    the seeds are apart stands beside them.
+    """
+
+    name: str
+    runs: list[Results]
+
+    def values(self, pool: str, direction: str, scoring: str, metric: str = "success@1") -> Array | None:
+        """[Q] means over the seeds; None where a run does not have the scoring."""
+        if any(scoring not in run.pools[pool]["retrieval"][direction] for run in self.runs):
+            return None
+        every = [run.query_values(pool, direction, scoring, metric).astype(np.float64) for run in self.runs]
+        return np.mean(every, axis=0)
+
+    def numbers(self, pool: str, direction: str, scoring: str, metric: str = "success@1") -> Json | None:
+        """{"mean", "ci" over queries, "low", "high": the lowest and the highest seed}."""
+        values = self.values(pool, direction, scoring, metric)
+        if values is None:
+            return None
+        mean, lo, hi = metrics.mean_intervals(values[:, None], self.runs[0].clusters(pool, direction))[0]
+        each = [run.pools[pool]["retrieval"][direction][scoring][metric] for run in self.runs]
+        return {"mean": mean, "ci": [lo, hi], "low": min(each), "high": max(each)}
+
+    def gain(self, pool: str, direction: str, scoring: str, over: Group, their: str) -> Json | None:
+        """The paired gain of ``scoring`` over ``their`` of another group (or of this one)."""
+        mine, other = self.values(pool, direction, scoring), over.values(pool, direction, their)
+        return None if mine is None or other is None else change(other, mine, self.runs[0].clusters(pool, direction))
+
+    def row(self, pool: str, direction: str, first: Group) -> tuple[list[Json | None], list[Json | None]]:
+        """([native, reversed, corrected] as ``numbers``, [corrected over reversed, native over the first group's,
+        corrected over the first group's native] as ``gain``); None where one does not exist."""
+        where = (pool, direction)
+        return [self.numbers(*where, scoring) for scoring in (NATIVE, REVERSED, CORRECTED)], [
+            self.gain(*where, CORRECTED, self, REVERSED),
+            None if self is first else self.gain(*where, NATIVE, first, NATIVE),
+            self.gain(*where, CORRECTED, first, NATIVE),
+        ]
+
+
+def group_by_seed(runs: Mapping[str, Results]) -> list[Group]:
+    """The groups of at least two runs with different seeds, in the order of their first runs."""
+    by_kind: dict[str, dict[int, Results]] = {}
+    for run in runs.values():
+        trained = run.trained_with
+        if "loss" not in trained or run.seed is None:
+            continue
+        start = trained.get("initial") or {}
+        kind = [trained.get("model", run.json.get("model")), *(trained.get(k) for k in SAME)]
+        by_kind.setdefault(repr([*kind, start.get("loss"), start.get("norm")]), {}).setdefault(run.seed, run)
+    groups = []
+    for members in (list(by_seed.values()) for by_seed in by_kind.values() if len(by_seed) > 1):
+        trained = members[0].trained_with
+        groups.append(Group(f"{trained['loss']} {trained.get('norm')}", members))
+    return groups

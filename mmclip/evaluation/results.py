@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mmclip import metrics
 from mmclip.errors import UserError, printable, reason
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.io import write_atomically, write_text_atomically
-from mmclip.retrieval.ranking import Ranking
+from mmclip.io import json_text, write_atomically, write_text_atomically
+from mmclip.retrieval import Ranking
+from mmclip.roles import TEXT_DIRECTIONS, Exponents
 
 NATIVE, REVERSED, CORRECTED = "native", "reversed", "corrected"
-RESULTS_FILE = "results.json"
-PER_QUERY_FILE = "per_query.npz"
-ITEMS_FILE = "items.json"
-START_FILE = "start.json"  # what --measure-start leaves beside them
-ITEMS = ("image_keys", "captions", "owner")
-TEXT_ITEMS = ("query_ids", "queries", "document_ids", "titles")
+RESULTS_FILE, PER_QUERY_FILE, ITEMS_FILE = "results.json", "per_query.npz", "items.json"
+START_FILE = "start.json"  # the same of the untrained model, by --measure-start
+ITEMS = (("image_keys", "captions", "owner"), ("query_ids", "queries", "document_ids", "titles"))
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -29,20 +30,21 @@ Json = dict[str, Any]
 
 @dataclass
 class Results:
-    """``json``: the content of results.json. ``per_query``: arrays over queries, named
+    """Results of an evaluation: the numbers, those of every query, and what the rows are.
 
-    POOL/DIRECTION/queries [Q]             rows of the queries
-    POOL/DIRECTION/clusters [Q]            whose numbers are drawn together in a bootstrap
-    POOL/DIRECTION/topk_moments [Q, 6]     what d(topk) is made of (diagnostics.split_moments)
-    POOL/DIRECTION/length_level [1]        mean length, which the moments are centred on
-    POOL/DIRECTION/SCORING/METRIC [Q]      METRIC of metrics.RATES (text: TEXT_RATES), or first_rank
-    POOL/DIRECTION/SCORING/top_ids, top_relevant [Q, k]    the best by cosine and natively: rows, relevance
-    POOL/DIRECTION/cosine/top_scores [Q, k]                cosines of the best by cosine
-    POOL/lengths/SIDE [n]                  raw lengths, in the order of the rows
-
-    ``items``: what the main pool's rows are, {"image_keys": [N], "captions": [M], "owner": [M]}, or, of text,
-    {"query_ids": [Q], "queries": [Q], "document_ids": [N], "titles": [N]}, to show them by. ``lists``: scoring -> the
-    main pool's ranking with its lists, where a depth was given; not saved.
+    Attributes:
+        json: The content of results.json.
+        per_query: Arrays, named
+            POOL/DIRECTION/queries, clusters [Q]        rows of the queries; what a bootstrap draws together
+            POOL/DIRECTION/topk_moments [Q, 6]          what d(topk) is made of (metrics.magnitude.split_moments)
+            POOL/DIRECTION/length_level [1]             mean norm, which the moments are centred on
+            POOL/DIRECTION/SCORING/METRIC [Q]           METRIC of metrics.RATES (text: TEXT_RATES), or first_rank
+            POOL/DIRECTION/SCORING/top_ids, top_relevant [Q, k]    the best by cosine and natively: rows, relevance
+            POOL/DIRECTION/cosine/top_scores [Q, k]     cosines of the best by cosine
+            POOL/lengths/SIDE [n]                       norms, in the order of the rows
+        items: The main pool's rows: {"image_keys": [N], "captions": [M], "owner": [M]} or, of text, {"query_ids": [Q],
+            "queries": [Q], "document_ids": [N], "titles": [N]}.
+        lists: scoring -> the main pool's ranking with its lists, where ``evaluate`` has a depth; not saved.
     """
 
     json: Json
@@ -58,36 +60,46 @@ class Results:
         return {MAIN_POOL: main, **self.json.get("pools", {})}
 
     @property
+    def trained_with(self) -> Json:
+        """The model's training metadata; {} for a plain CLIP."""
+        return self.json.get("trained_with") or {}
+
+    @property
+    def native(self) -> Exponents:
+        return Exponents(**self.json["evaluation"]["native"])
+
+    @property
     def seed(self) -> int | None:
-        """Of the training, None where it is not told: a run says it, and its model's export for later evaluations."""
-        found = self.json.get("seed", (self.json.get("trained_with") or {}).get("seed"))
-        return found if isinstance(found, int) else None
+        """Of the training, None where unknown: from the run itself, or from its model's export."""
+        seed = self.json.get("seed", self.trained_with.get("seed"))
+        return seed if isinstance(seed, int) else None
+
+    def clusters(self, pool: str, direction: str) -> Array:
+        """[Q]: queries with one number are resampled together."""
+        return self.array(f"{pool}/{direction}/clusters")
 
     def query_values(self, pool: str, direction: str, scoring: str, metric: str) -> Array:
-        """[Q] numbers of every query. Errors: UserError naming what is there."""
+        """[Q] values of every query. Raises UserError naming what the run has."""
         return self.array(f"{pool}/{direction}/{scoring}/{metric}")
 
     def array(self, name: str) -> Array:
         if name not in self.per_query:
-            there = sorted({k.rsplit("/", 1)[0] for k in self.per_query})
+            names = sorted({k.rsplit("/", 1)[0] for k in self.per_query})
             raise UserError(
-                f"no per-query numbers {printable(name)!r}; there are those of: {printable(', '.join(there), 900)}"
+                f"no per-query numbers {printable(name)!r}; there are those of: {printable(', '.join(names), 900)}"
             )
         return self.per_query[name]
 
 
 def save_results(results: Results, folder: str | Path) -> Path:
-    """Write results.json, per_query.npz and items.json into ``folder``, each whole or not at all; returns the first's
-    path."""
+    """Write the three files into ``folder``, each whole or not at all; returns the path of results.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    document, items = (
-        json_text(results.json, indent=1),
-        json_text(results.items),
-    )  # what cannot be written replaces none
+    # before any file is replaced: NaN cannot be written
+    document, items = json_text(results.json, indent=1), json_text(results.items)
 
     def write(partial: Path) -> None:
-        with partial.open("wb") as file:  # given a name, numpy would add its own ending
+        with partial.open("wb") as file:  # of a name numpy would add its own ending
             np.savez_compressed(file, **results.per_query)  # type: ignore[arg-type]
 
     write_atomically(folder / PER_QUERY_FILE, write)
@@ -96,16 +108,11 @@ def save_results(results: Results, folder: str | Path) -> Path:
     return folder / RESULTS_FILE
 
 
-def json_text(content: Json, indent: int | None = None) -> str:
-    """A document as it is written. Errors: ValueError for NaN or infinity."""
-    text = json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace").decode() + "\n"  # a name that is not UTF-8: JSON escapes it alike
-
-
 def load_results(path: str | Path) -> Results:
-    """Read a run's folder, or its results.json with per_query.npz beside it. Nothing is unpickled.
+    """Read a run's folder, or its results.json with per_query.npz beside it; nothing is unpickled.
 
-    Errors: UserError, one line, where a file is missing or is not what its name says.
+    Raises:
+        UserError: One line, where a file is missing, damaged, or lacks what tables and comparisons need.
     """
     path = Path(path)
     document = path / RESULTS_FILE if path.is_dir() else path
@@ -115,9 +122,8 @@ def load_results(path: str | Path) -> Results:
             raise UserError(f"no file {printable(file)}; an evaluated run has {RESULTS_FILE} and {PER_QUERY_FILE}")
     try:
         content = json.loads(document.read_text(encoding="utf-8"))
-        missing = [
-            k for k in ("retrieval", "magnitude", "data", "trained_with") if not isinstance(content.get(k), dict)
-        ]
+        sections = ("retrieval", "magnitude", "data", "trained_with")
+        missing = [k for k in sections if not isinstance(content.get(k), dict)]
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{printable(document)} is not a results.json: {printable(error)}") from None
     if missing:
@@ -128,16 +134,99 @@ def load_results(path: str | Path) -> Results:
     except Exception as error:  # damaged content makes numpy, zipfile and zlib raise nearly anything
         kind = "" if isinstance(error, ValueError) else f": {reason(error)}"  # numpy's advice there is to unpickle it
         raise UserError(f"{printable(arrays)} is not an array file that can be read safely{kind}") from None
-    return Results(content, per_query, _items(document.parent / ITEMS_FILE))
+    results = Results(content, per_query, _load_items(document.parent / ITEMS_FILE))
+    with whole(path):
+        _check(results)
+    return results
 
 
-def _items(path: Path) -> dict[str, list[Any]]:
-    """{} where there are none, or what stands there is something else: numbers do not need them."""
+def load_runs(paths: Sequence[str]) -> dict[str, Results]:
+    """Finished runs by :func:`run_names`. Raises UserError as :func:`load_results`."""
+    return {name: load_results(path) for name, path in run_names(paths).items()}
+
+
+def run_names(paths: Sequence[str]) -> dict[str, str]:
+    """Short name -> path: the folder's name, or the whole path where two have the same.
+
+    >>> run_names(["logs/a", "logs/b"]), run_names(["old/a", "new/a"])
+    ({'a': 'logs/a', 'b': 'logs/b'}, {'old/a': 'old/a', 'new/a': 'new/a'})
+    """
+    names = [Path(p).name for p in paths]
+    return {n if names.count(n) == 1 else p: p for n, p in zip(names, paths, strict=True)}
+
+
+@contextlib.contextmanager
+def whole(where: str | Path) -> Iterator[None]:
+    """Turn what a damaged or foreign results.json makes the body raise into one UserError that names the run."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        why = f"{type(error).__name__} {printable(error, 100)}"
+        raise UserError(f"{printable(where)}: not the whole results of an evaluated run: {why}") from None
+
+
+def _check(results: Results) -> None:
+    """Require everything that tables and comparisons read; raises what a missing or odd value raises."""
+    for gamma in results.native:
+        float(gamma)
+    for pool, section in results.pools.items():
+        place = results.json["data"] if pool == MAIN_POOL else section
+        for direction, scorings in section["retrieval"].items():
+            n = int(place["n_queries"][direction])
+            rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
+            names = [f"{scoring}/{rate}" for scoring in scorings for rate in rates]
+            for name in ("clusters", *names):
+                if results.array(f"{pool}/{direction}/{name}").shape != (n,):
+                    raise ValueError(f"{pool}/{direction}/{name} has not {n} values")
+            if results.array(f"{pool}/{direction}/topk_moments").shape != (n, 6):
+                raise ValueError(f"{pool}/{direction}/topk_moments")
+            for numbers in (scorings["cosine"], scorings[NATIVE], *scorings.values()):
+                for name in (*rates, "median_rank", "tied_queries"):
+                    float(numbers[name])
+                for rate in rates:
+                    _interval(numbers["ci"][rate])
+            if CORRECTED in scorings:
+                scorings[CORRECTED]["bank"], scorings[CORRECTED]["bank_size"], scorings[CORRECTED]["transductive"]
+        for norms in section["magnitude"].values():
+            _numbers(norms, "mean", "cv")
+            if "cohens_d" not in norms:  # a side that is no direction's documents
+                continue
+            for kind in ("topk", "corpus"):
+                _effect(norms["cohens_d"][kind])
+            for follows in (norms["spearman"].get(name) for name in norms["by_document"]):
+                _numbers(follows or {"value": 0}, "value")
+            for group in (g for by in ("by_document", "by_query") for rows in norms[by].values() for g in rows):
+                _numbers(group, "n", "mean")
+                _effect(group["topk"])
+
+
+def _effect(value: Any) -> None:
+    if value is not None:
+        float(value["value"])
+        _interval(value["ci"])
+
+
+def _interval(ci: Any) -> None:
+    if ci is not None:
+        lo, hi = ci
+        float(hi - lo)
+
+
+def _numbers(section: Json, *names: str) -> None:
+    for name in names:
+        if section[name] is not None:
+            float(section[name])
+
+
+def _load_items(path: Path) -> dict[str, list[Any]]:
+    """{} where there are none, or the file holds something else: numbers do not need them."""
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    for names in (ITEMS, TEXT_ITEMS):
+    for names in ITEMS:
         if isinstance(items, dict) and all(isinstance(items.get(k), list) for k in names):
             return {k: items[k] for k in names}
     return {}

@@ -20,8 +20,8 @@ from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_sta
 from torch import Tensor, nn
 
 from mmclip import distributed
-from mmclip.array_files import read_arrays, write_arrays
 from mmclip.errors import UserError, printable
+from mmclip.io import read_arrays, write_arrays
 from mmclip.losses.contrastive import ContrastiveLoss
 from mmclip.losses.positives import codes_of, known_by_id
 from mmclip.roles import TEXT_DIRECTIONS, Direction, Normalization, Positives, direction_weights

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mmclip.array_files import SUFFIXES
 from mmclip.data.image_text import BadSample, ImageTextData
 from mmclip.data.shards import open_data
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE
+from mmclip.io import SUFFIXES
 from mmclip.reporting.source import Items, ReportRun
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 

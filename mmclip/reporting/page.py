@@ -17,8 +17,7 @@ from mmclip.config import ReportConfig
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import verdicts
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.results import CORRECTED, START_FILE, Results
-from mmclip.evaluation.runs import load_run, run_names, told_of
+from mmclip.evaluation.results import CORRECTED, START_FILE, Results, load_results, run_names, whole
 from mmclip.io import write_text_atomically
 from mmclip.reporting import run_tables as tables
 from mmclip.reporting.examples import examples
@@ -58,8 +57,8 @@ def write_page(
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise UserError(f"{printable(path)}: the name of an .html file is expected")
     read = read_runs(runs)
-    controls, baselines = (load_run(str(p)) if p is not None else None for p in (control, baseline))
-    with told_of(", ".join(str(run.folder) for run in read)):
+    controls, baselines = (load_results(str(p)) if p is not None else None for p in (control, baseline))
+    with whole(", ".join(str(run.folder) for run in read)):
         content = _content(read, path.with_suffix(""), controls, baselines)
     page = page_environment().get_template("report.html.j2").render(content)
     write_text_atomically(path, page.encode("utf-8", "backslashreplace").decode())  # a path that is not UTF-8

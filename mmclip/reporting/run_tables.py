@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from mmclip.errors import printable
-from mmclip.evaluation.comparison import compare, scoring_gain
+from mmclip.evaluation.comparison import compare, group_by_seed, scoring_gain, significance
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.measures import MEASURES, alpha_note, value_at
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.evaluation.seeds import group_by_seed
-from mmclip.evaluation.significance import significance
 from mmclip.reporting.table import (
     NO,
     Cell,

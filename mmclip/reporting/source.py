@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from mmclip.config import TrainConfig, read_yaml, values_of
 from mmclip.errors import UserError
-from mmclip.evaluation.results import Results
-from mmclip.evaluation.runs import load_run
+from mmclip.evaluation.results import Results, load_results
 from mmclip.reporting.table import is_number
 
 Json = dict[str, Any]
@@ -53,11 +52,11 @@ class ReportRun:
 
 
 def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
-    """Finished runs by name, a folder or a results.json each. Errors: UserError, as of ``load_run``."""
+    """Finished runs by name, a folder or a results.json each. Errors: UserError, as of ``load_results``."""
     read = []
     for number, (name, place) in enumerate(runs.items()):
         folder = Path(place) if Path(place).is_dir() else Path(place).parent
-        results = load_run(str(place))
+        results = load_results(str(place))
         more = read_lines(folder / METRICS), read_settings(folder), read_items(results)
         read.append(ReportRun(number, name, folder, results, *more))
     return read

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.comparable import same_data
-from mmclip.evaluation.comparison import change
+from mmclip.evaluation.comparison import change, same_data
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 from mmclip.models.metadata import trained_directions

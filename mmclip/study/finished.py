@@ -13,8 +13,7 @@ from typing import Any
 from mmclip.config.model_config import check_model, export_folder
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.results import PER_QUERY_FILE, START_FILE, Results
-from mmclip.evaluation.runs import load_run, told_of
+from mmclip.evaluation.results import PER_QUERY_FILE, START_FILE, Results, load_results, whole
 from mmclip.study.arms import Arm
 from mmclip.study.plan import Cell
 from mmclip.study.runner import is_finished, is_locked, seconds_of
@@ -100,8 +99,8 @@ def seconds_by_seed(cells: Iterable[Cell]) -> dict[int, float]:
 
 def read_run(cell: Cell) -> tuple[Results, list[Json], Json]:
     """(results, lines of metrics.jsonl, start.json or {}) of a finished cell, whole. Errors: UserError, OSError."""
-    results = load_run(str(cell.folder))
-    with told_of(str(cell.folder)):
+    results = load_results(str(cell.folder))
+    with whole(str(cell.folder)):
         require_lengths(results, str(cell.folder / PER_QUERY_FILE))
     return results, read_lines(cell.folder / METRICS), read_start(cell.folder / START_FILE)
 

@@ -16,8 +16,7 @@ from scipy.stats import binomtest
 from mmclip import metrics
 from mmclip.config import LossConfig
 from mmclip.errors import UserError
-from mmclip.evaluation.comparable import same_data
-from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
+from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, same_data
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 from mmclip.metrics import MIN_DEFINED, Estimate, mean_samples, over_seeds
@@ -201,7 +200,7 @@ class Study:
         if not np.isfinite(value):
             return Estimate.missing("nothing is found on the other side: the ratio does not exist")
         samples = samples[np.isfinite(samples)]
-        if not several(clusters[0]):
+        if not metrics.several(clusters[0]):
             return Estimate(float(value), None, None, len(common), ONE_CLUSTER)
         if len(samples) < MIN_DEFINED * self.options["resamples"]:
             return Estimate(float(value), None, None, len(common), "the ratio exists in too few resamples")

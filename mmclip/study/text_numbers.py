@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from mmclip import metrics
 from mmclip.errors import UserError
-from mmclip.evaluation.comparable import same_data
-from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, several
+from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, same_data
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
 from mmclip.metrics import DETECTABLE, MIN_DEFINED, mean_samples, over_seeds
@@ -106,7 +105,7 @@ class TextStudy:
             samples = combine([over_seeds(np.column_stack([x for _, x in group]), seed=self.seed) for group in found])
         if not np.isfinite(value):
             return Estimate.missing("the number does not exist: nothing on the other side")
-        if not all(several(run.array(f"{MAIN_POOL}/{Q2D}/clusters")) for run in firsts.values()):
+        if not all(metrics.several(run.array(f"{MAIN_POOL}/{Q2D}/clusters")) for run in firsts.values()):
             return Estimate(float(value), None, None, len(common), ONE_CLUSTER)
         samples = samples[np.isfinite(samples)]
         if len(samples) < MIN_DEFINED * self.resamples:

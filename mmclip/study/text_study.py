@@ -11,8 +11,7 @@ from mmclip.config import TextTrainConfig
 from mmclip.data.beir import EVALUATIONS, evaluation_name, folder_and_split, require_beir
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.results import NATIVE, PER_QUERY_FILE, RESULTS_FILE, START_FILE, Results, load_results
-from mmclip.evaluation.runs import told_of
+from mmclip.evaluation.results import NATIVE, PER_QUERY_FILE, RESULTS_FILE, START_FILE, Results, load_results, whole
 from mmclip.reporting.table import is_number
 from mmclip.similarity import Direction
 from mmclip.study.finished import by_arm, read_lines, read_start, seconds_by_seed
@@ -76,13 +75,13 @@ def read_run(cell: Cell) -> tuple[dict[str, Results], list[Json], Json]:
     found = {}
     for name, folder in places.items():
         found[name] = load_results(folder)
-        with told_of(str(folder / RESULTS_FILE)):
+        with whole(str(folder / RESULTS_FILE)):
             _require_whole(found[name], folder)
     return found, read_lines(cell.folder / METRICS), read_start(cell.folder / START_FILE)
 
 
 def _require_whole(results: Results, folder: Path) -> None:
-    """Everything that tables show of every run is there, a row a query. Errors: UserError, or what told_of tells."""
+    """Everything that tables show of every run is there, a row a query. Errors: UserError, or what whole tells."""
     clusters = results.array(f"{MAIN_POOL}/{Q2D}/clusters")
     native = results.json["evaluation"]["native"]
     float(native["gamma_q"]), float(native["gamma_d"])

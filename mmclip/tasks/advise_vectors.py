@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from mmclip import distributed
-from mmclip.array_files import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.config import AdviseConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import Runner
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import EvalSource
+from mmclip.io import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.metrics.fisher_report import PER_DIMENSION
 from mmclip.models.factory import load_clip
 from mmclip.similarity import SCALE_INIT

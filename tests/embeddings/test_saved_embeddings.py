@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from mmclip.array_files import SUFFIXES
 from mmclip.embeddings.files import Distractors, Embeddings, load_embeddings, save_embeddings
 from mmclip.errors import UserError
+from mmclip.io import SUFFIXES
 from mmclip.similarity import Exponents
 from tests.helpers.evaluating import evaluate_clip
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mmclip.embeddings.files import Embeddings
+from mmclip.evaluation.comparison import group_by_seed
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.evaluation.seeds import group_by_seed
 from mmclip.reporting.run_tables import seeds_table
 from mmclip.retrieval.hubness import Bank
 from mmclip.similarity import Direction, Exponents

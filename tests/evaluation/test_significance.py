@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmclip.evaluation.significance import against_first
+from mmclip.evaluation.comparison import against_first
 from mmclip.metrics import holm
 
 
