@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
+import tarfile
 from pathlib import Path
+
+from PIL import Image
 
 from mmclip.data.scenes.build import SceneSizes, build_scenes
 from tests.helpers.warm import run_warm
@@ -27,6 +31,18 @@ def make_model(folder: Path) -> Path:
     path = folder / "tiny.json"
     path.write_text(json.dumps(MODEL), encoding="utf-8")
     return path
+
+
+def jpeg() -> bytes:
+    file = io.BytesIO()
+    Image.radial_gradient("L").convert("RGB").resize((40, 32)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
 
 
 def run_script(

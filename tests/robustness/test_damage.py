@@ -6,7 +6,6 @@ reach what stands behind the parser. Everything runs in process.
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import tarfile
@@ -34,7 +33,7 @@ from mmclip.evaluation.eval_set import image_text_sets
 from mmclip.study.plan import plan_study
 from mmclip.tasks.sts import open_sts
 from mmclip.training.checkpoint import FORMAT, load_checkpoint
-from tests.helpers.tiny import MODEL
+from tests.helpers.tiny import MODEL, add, jpeg
 
 SPECIAL = (b"", b"\0", b"\xff\xfe", b"\n", b"\r\n", b'"', b"\t", b"{", b"[" * 500, b"9" * 400, b"-1", b"NaN", b"1e999", b"null",
            b"\x1b[31m", "\u202e".encode(), b"../../x", b"/dev/zero", b"!!python/object/apply:os.system [touch PWNED]")  # fmt: skip
@@ -43,23 +42,14 @@ VALUES = ("", " ", "\0", "a\nb", "-1", "0", "1e999", "nan", "null", "~", "true",
           [], {}, ["x"], [[1]], {"x": 1})  # fmt: skip
 
 
-def jpeg() -> bytes:
-    file = io.BytesIO()
-    Image.radial_gradient("L").convert("RGB").resize((24, 16)).save(file, "JPEG")
-    return file.getvalue()
-
-
 def write_tar(path: Path) -> None:
     with tarfile.open(path, "w") as tar:
         for i in range(4):
-            for name, content in ((f"{i}.jpg", jpeg()), (f"{i}.txt", f"caption {i}".encode())):
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+            add(tar, f"{i}.jpg", jpeg())
+            add(tar, f"{i}.txt", f"caption {i}".encode())
 
 
 def write_csv(path: Path) -> None:
-    (path.parent / "0.png").write_bytes(b"")
     Image.new("RGB", (20, 20), "red").save(path.parent / "0.png")
     path.write_text("filepath\ttitle\n" + "".join(f"0.png\tcaption {i}\n" for i in range(4)), encoding="utf-8")
 
@@ -194,7 +184,7 @@ def damaged_text(text: str, suffix: str, rng: random.Random) -> str:
     return "\n".join(lines) + "\n"
 
 
-quick = settings(max_examples=60, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.filterwarnings("ignore")  # libraries warn of what they read
