@@ -31,9 +31,7 @@ COMMANDS = {
     "study": Command("StudyConfig", "study", "run a grid of trainings, with tables, claims and a page"),
     "advise": Command("AdviseConfig", "advise", "find out which side to normalize for a model and its data"),
     "train-text": Command("TextTrainConfig", "train", "fine-tune a text encoder for retrieval"),
-    "evaluate-text": Command(
-        "TextEvaluateConfig", "evaluate_text", "evaluate a text encoder, or compare finished runs"
-    ),
+    "evaluate-text": Command("TextEvaluateConfig", "evaluate", "evaluate a text encoder, or compare finished runs"),
     "sts": Command("StsConfig", "sts", "check symmetry on scored pairs of sentences"),
     "rag": Command("RagConfig", "rag", "answer questions from the documents that each scoring retrieves"),
     "clip-benchmark": Command(None, "clip_benchmark", "clip-benchmark's own command line, with mmclip's models"),

@@ -1,170 +1,194 @@
-"""evaluate.py: a model and a data set -> results; finished runs -> a comparison and a verdict."""
+"""mmclip evaluate, diagnose and evaluate-text: a model and data -> results; finished runs -> comparison and verdict."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from mmclip import distributed
-from mmclip.config import DiagnoseConfig, EncodeConfig, EvaluateConfig
+from mmclip import distributed, metrics
+from mmclip.config import DiagnoseConfig, EncodeConfig, EvaluateConfig, TextEvaluateConfig
+from mmclip.data.beir import BeirCollection, open_beir
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.distractors import parse_distractors
 from mmclip.embeddings.encode import Runner
 from mmclip.embeddings.features import Source
 from mmclip.embeddings.files import load_embeddings
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.comparison import verdicts
-from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets, saved_bank
-from mmclip.evaluation.evaluate import evaluate, evaluate_model, ranking_bars
-from mmclip.evaluation.results import Results, load_results, load_runs, save_results
-from mmclip.evaluation.zero_shot import ZeroShot, open_classes, told_zero_shot
+from mmclip.evaluation.comparison import against_first, verdicts
+from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets, saved_bank, text_set
+from mmclip.evaluation.evaluate import evaluate, evaluate_model, list_scores, ranking_bars
+from mmclip.evaluation.results import NATIVE, Json, Results, load_results, run_names, save_results
+from mmclip.evaluation.trec import (
+    QRELS_FILE,
+    RUN_ENDING,
+    RUNS,
+    Scored,
+    measurable,
+    measure_run,
+    read_run,
+    require_trec_ids,
+    write_qrels,
+    write_run,
+)
+from mmclip.evaluation.zero_shot import ZeroShot, open_classes
 from mmclip.io import default_output, flat, output_folder
-from mmclip.models import metadata
 from mmclip.models.factory import load_clip
-from mmclip.models.metadata import native_exponents, trained_scales
-from mmclip.reporting.run_tables import diagnostics_tables
-from mmclip.reporting.summary import print_ending
+from mmclip.models.metadata import native_exponents, trained_scales, versions
+from mmclip.models.text_encoder import encoding, native_scoring, open_text_model
+from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric
+from mmclip.reporting.summary import print_ending, zero_shot_line
 from mmclip.reporting.table import show
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side
-from mmclip.similarity import CLIP_DIRECTIONS, Direction
+from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization
+
+Config = EvaluateConfig | TextEvaluateConfig
 
 
-def run(settings: EvaluateConfig) -> None:
-    """Everything that evaluate.py does. Errors: UserError, one line."""
-    if settings.plot is not None:
-        plot = Path(settings.plot)
-        if plot.suffix.lower() != ".png" or plot.is_dir() or not plot.parent.is_dir():
-            raise UserError(f"--plot {settings.plot!r}: the name of a .png file in a folder that exists is expected")
+def run(config: Config) -> None:
+    """Evaluate what the flags name, and compare it with finished runs. Raises UserError."""
+    plot = config.plot if isinstance(config, EvaluateConfig) else None
+    if plot is not None and (
+        Path(plot).suffix.lower() != ".png" or Path(plot).is_dir() or not Path(plot).parent.is_dir()
+    ):
+        raise UserError(f"--plot {plot!r}: the name of a .png file in a folder that exists is expected")
+    others = {name: _load(path, config) for name, path in run_names(config.compare or []).items()}
+    control, baseline = (_load(path, config) if path else None for path in (config.control, config.baseline))
     runs: dict[str, Results] = {}
-    others = load_runs(settings.compare or [])
-    control = load_results(settings.control) if settings.control else None
-    baseline = load_results(settings.baseline) if settings.baseline else None
-    if settings.model is not None or settings.embeddings is not None:
-        name, results = _evaluate(settings)
-        runs[name] = results
+    if isinstance(config, TextEvaluateConfig):
+        runs = _text_runs(config)
+    elif config.model is not None or config.embeddings is not None:
+        runs = dict([_embeddings_run(config) if config.model is None else _clip_run(config)])
+    new = bool(runs)
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
-    found = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
-    if settings.control is not None and not found:
+    judged = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
+    if config.control is not None and not judged:
         raise UserError(
-            f"--control {printable(settings.control)}: none of the runs has its loss and seed and keeps its documents' "
+            f"--control {printable(config.control)}: none of the runs has its loss and seed and keeps its documents' "
             "length (gamma_d below 1), so there is nothing to give a verdict on"
         )
-    new = settings.model is not None or settings.embeddings is not None
-    if not new or len(runs) > 1 or found:  # one evaluated model alone has had its ending
-        print_ending(runs, next(iter(runs)) if new else None, verdicts=found, verbose=settings.verbose)
-    if settings.plot is not None:
+    if runs and (not new or len(runs) > 1 or judged):  # one evaluated model alone has had its ending
+        print_ending(runs, next(iter(runs)) if new else None, verdicts=judged, verbose=config.verbose)
+    if plot is not None:
         from mmclip.reporting.figures import tradeoff_figure, write_png
 
-        write_png(tradeoff_figure(runs), settings.plot)
-        print(f"picture: {printable(settings.plot)}")
+        write_png(tradeoff_figure(runs), plot)
+        print(f"picture: {printable(plot)}")
 
 
-def _evaluate(settings: EvaluateConfig) -> tuple[str, Results]:
-    if settings.embeddings is not None:
-        return _evaluate_embeddings(settings, settings.embeddings)
-    assert settings.model is not None
-    folder = run_folder(settings.model)
-    device = distributed.start(settings.device)
-    kinds, _ = parse_distractors(settings.distractors or [])
-    data, distractors = open_evaluation(settings)
-    bank_data = open_bank(settings, data) if settings.bank not in (None, TRANSDUCTIVE) else None
-    classes = (
-        open_classes(settings.zeroshot_data, settings.zeroshot_split) if settings.zeroshot_data is not None else None
-    )
+def _load(path: str, config: Config) -> Results:
+    results = load_results(path)
+    if isinstance(config, TextEvaluateConfig) and "q2d" not in results.json["retrieval"]:
+        raise UserError(f"{printable(path)}: not a text evaluation: it has no direction q2d; see mmclip evaluate")
+    return results
+
+
+def _finish(config: Config, results: Results, name: str, where: Path) -> tuple[str, Results]:
+    """Print the ending and save; (name, results)."""
+    if isinstance(config, TextEvaluateConfig):
+        if config.fisher:
+            show((diagnostics_tables({name: results}) or ())[:1])
+    elif isinstance(config, DiagnoseConfig):
+        show([t[0] for pool in results.pools if (t := diagnostics_tables({name: results}, pool)) is not None])
+    if not config.compare or config.verbose:
+        print_ending({name: results}, verbose=config.verbose)
+    print_zero_shot(results)
+    print(f"results: {printable(save_results(results, where))}")
+    if isinstance(config, EvaluateConfig) and config.report:
+        print_report(name, where)
+    return name, results
+
+
+# --- images and texts -------------------------------------------------------------------------------------------------
+
+
+def _clip_run(config: EvaluateConfig) -> tuple[str, Results]:
+    assert config.model is not None
+    folder = run_folder(config.model)
+    device = distributed.start(config.device)
+    kinds, _ = parse_distractors(config.distractors or [])
+    data, distractors = open_evaluation(config)
+    bank_data = open_bank(config, data) if config.bank not in (None, TRANSDUCTIVE) else None
+    classes = open_classes(config.zeroshot_data, config.zeroshot_split) if config.zeroshot_data is not None else None
     extra = "".join(f" and {len(d):,} {printable(name, 60)}" for name, d in distractors.items())
-    print(
-        f"evaluating on {len(data):,} images of {printable(data.path)} [{printable(data.split, 60)}]{extra}",
-        file=sys.stderr,
-    )
-    model = load_clip(settings.model, settings.pretrained)
+    place = f"{printable(data.path)} [{printable(data.split, 60)}]"
+    print(f"evaluating on {len(data):,} images of {place}{extra}", file=sys.stderr)
+    model = load_clip(config.model, config.pretrained)
     model.towers.to(device)
-    runner = make_runner(settings, device)
-    name = folder.name if folder else settings.model
-    told_name = name if settings.pretrained is None else f"{name}-{Path(settings.pretrained).stem}"
-    where = output_folder(settings.output, default_output(folder, told_name, data.path, data.split))
+    runner = make_runner(config, device)
+    name = folder.name if folder else config.model
+    shown = name if config.pretrained is None else f"{name}-{Path(config.pretrained).stem}"
+    where = output_folder(config.output, default_output(folder, shown, data.path, data.split))
     source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
-    bank = Bank(TRANSDUCTIVE) if settings.bank == TRANSDUCTIVE else None
+    bank = Bank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
     if bank_data is not None:
         sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
-        bank = draw_bank(Source(bank_data), sides, settings.bank_size, model, runner, settings.seed, data)
+        bank = draw_bank(Source(bank_data), sides, config.bank_size, model, runner, config.seed, data)
     results = evaluate_model(
         source,
         model,
         runner,
         model.metadata,
         {
-            "model": settings.model,
-            "pretrained": settings.pretrained,
+            "model": config.model,
+            "pretrained": config.pretrained,
             "weights": "random" if model.loaded_scale is None else "loaded",
-            "versions": metadata.versions(),
+            "versions": versions(),
         },
         classes=ZeroShot.open(classes, model, runner) if classes else None,
         bank=bank,
-        **_how(settings),
+        **_options(config),
     )
-    return name, _report(settings, results, name, where)
+    return _finish(config, results, name, where)
 
 
-def _evaluate_embeddings(settings: EvaluateConfig, file: str) -> tuple[str, Results]:
+def _embeddings_run(config: EvaluateConfig) -> tuple[str, Results]:
+    file = str(config.embeddings)
     saved = load_embeddings(file)
     sets = image_text_sets(saved, {"path": file, "split": None})
-    scales = trained_scales(saved.metadata) | {
-        Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None
-    }
+    known = {Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None}
+    scales = trained_scales(saved.metadata) | known
     bank = None
-    if settings.bank is None and saved.evidence:
-        evidence = {Direction(d): x for d, x in saved.evidence.items()}
-        bank = Bank(str(saved.bank.get("name", "not told")), evidence=evidence, sizes=saved.bank_counts("size"))
-        bank.overlap = saved.bank_counts("overlap")
-    elif settings.bank is not None:
+    if config.bank == TRANSDUCTIVE:
+        bank = Bank(TRANSDUCTIVE)
+    elif config.bank is not None:
         sides = sorted(bank_side(d.opposite) for d in scales)
-        bank = (
-            Bank(TRANSDUCTIVE)
-            if settings.bank == TRANSDUCTIVE
-            else saved_bank(settings.bank, sides, settings.bank_size, saved, settings.seed)
-        )
+        bank = saved_bank(config.bank, sides, config.bank_size, saved, config.seed)
+    elif saved.evidence:
+        bank = Bank(str(saved.bank.get("name", "not told")), sizes=saved.bank_counts("size"))
+        bank.evidence = {Direction(d): x for d, x in saved.evidence.items()}
+        bank.overlap = saved.bank_counts("overlap")
     name = Path(file).stem
-    where = output_folder(settings.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
+    where = output_folder(config.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
     print(f"evaluating {len(saved.image):,} images and {len(saved.text):,} texts of {printable(file)}", file=sys.stderr)
-    about = {"model": saved.model or name, "trained_with": dict(saved.metadata), "versions": metadata.versions()}
+    about = {"model": saved.model or name, "trained_with": dict(saved.metadata), "versions": versions()}
     native = native_exponents(saved.metadata)
     with ranking_bars() as progress:
         results = evaluate(sets, native, CLIP_DIRECTIONS, scales=scales, bank=bank, metadata=about,
-                           progress=progress, **_how(settings))  # fmt: skip
-    return name, _report(settings, results, name, where)
+                           progress=progress, **_options(config))  # fmt: skip
+    return _finish(config, results, name, where)
 
 
-def _how(settings: EvaluateConfig) -> dict[str, Any]:
-    """What ``evaluate`` is told by flags alone."""
-    fisher = isinstance(settings, DiagnoseConfig) and settings.fisher
-    return {"fisher": fisher, "seed": settings.seed, "block_bytes": settings.block_bytes}
+def _options(config: Config) -> dict[str, Any]:
+    """Options of ``evaluate`` that are flags."""
+    fisher = config.fisher if isinstance(config, DiagnoseConfig | TextEvaluateConfig) else False
+    return {"fisher": fisher, "seed": config.seed, "block_bytes": config.block_bytes}
 
 
-def make_runner(settings: EncodeConfig, device: torch.device) -> Runner:
-    """How the scripts that only encode run a model; "auto" is float32 for them."""
-    precision = "fp32" if settings.precision == "auto" else settings.precision
-    return Runner(device, precision, settings.batch_size, settings.workers)
-
-
-def _report(settings: EvaluateConfig, results: Results, name: str, where: Path) -> Results:
-    if isinstance(settings, DiagnoseConfig):
-        show([t[0] for pool in results.pools if (t := diagnostics_tables({name: results}, pool)) is not None])
-    if not settings.compare or settings.verbose:
-        print_ending({name: results}, verbose=settings.verbose)
-    print_zero_shot(results)
-    print(f"results: {printable(save_results(results, where))}")
-    if settings.report:
-        print_report(name, where)
-    return results
+def make_runner(config: EncodeConfig, device: torch.device) -> Runner:
+    """How commands that only encode run a model; their "auto" is float32."""
+    precision = "fp32" if config.precision == "auto" else config.precision
+    return Runner(device, precision, config.batch_size, config.workers)
 
 
 def run_folder(model: str) -> Path | None:
-    """The run that a --model names, by its own folder or by its model/ folder; None for any other model."""
+    """The run that --model names, by its own folder or by its model/ folder; None for any other model."""
     path = Path(model.removeprefix("local-dir:"))
-    if (path / "model" / "open_clip_config.json").is_file():
+    if any((path / "model" / name).is_file() for name in ("open_clip_config.json", "modules.json")):
         return path
     if path.name == "model" and (path / "mmclip.json").is_file() and (path.parent / "config.yaml").is_file():
         return path.parent
@@ -174,7 +198,7 @@ def run_folder(model: str) -> Path | None:
 def print_zero_shot(results: Results) -> None:
     """Print zero-shot accuracy, where it was measured."""
     if "zero_shot" in results.json:
-        print(told_zero_shot(results.json["zero_shot"]))
+        print(zero_shot_line(results.json["zero_shot"]))
 
 
 def print_report(name: str, folder: Path) -> None:
@@ -185,3 +209,82 @@ def print_report(name: str, folder: Path) -> None:
         print(f"report: {printable(write_report({name: folder}, folder / REPORT_FILE))}")
     except UserError as error:
         print(f"no report: {error}", file=sys.stderr)
+
+
+# --- text retrieval ---------------------------------------------------------------------------------------------------
+
+
+def _text_runs(config: TextEvaluateConfig) -> dict[str, Results]:
+    """The evaluated model by name, {} without one; TREC run files are measured beside it."""
+    if config.data is None:
+        return {}
+    collection = open_beir(config.data, config.split)
+    if config.model is not None and config.run_depth:
+        require_trec_ids(collection)
+    files: dict[str, Scored] = {}
+    for name, path in run_names(config.run or []).items():
+        files[name], notes = read_run(Path(path), collection)
+        for note in notes:
+            print(f"warning: {printable(path)}: {note}", file=sys.stderr)
+    runs = dict([_text_run(config, config.model, collection)]) if config.model is not None else {}
+    if files:
+        _print_files(collection, runs, files)
+    return runs
+
+
+def _text_run(config: TextEvaluateConfig, name: str, collection: BeirCollection) -> tuple[str, Results]:
+    folder = run_folder(name)
+    where = output_folder(config.output, default_output(folder, name, collection.path, collection.split))
+    for note in collection.notes:
+        print(f"warning: {printable(collection.path)}: {note}", file=sys.stderr)
+    model = open_text_model(config, distributed.start(config.device))
+    native, alpha = native_scoring(model)
+    removed = f" ({', '.join(model.removed)} taken off)" if model.removed else ""
+    print(
+        f"evaluating {printable(name)}{removed} on {len(collection.queries):,} queries and "
+        f"{len(collection.documents):,} documents of {printable(collection.path)} [{printable(collection.split, 60)}]",
+        file=sys.stderr,
+    )
+    texts = {"query": collection.queries, "document": collection.documents}
+    vectors = [model.encode(texts[role], role, config.encode_batch_size) for role in ("query", "document")]
+    about: Json = {
+        "model": name,
+        "weights": "random" if config.random_init else "loaded",
+        "notes": list(model.notes),
+        **encoding(model),
+        "trained_with": dict(model.metadata),
+        "versions": versions(),
+    }
+    data, q2d = text_set(collection, *vectors), Direction.Q2D
+    with ranking_bars() as progress:
+        results = evaluate([data], native, [q2d], scales={q2d: alpha}, metrics=metrics.TEXT_RATES,
+                           depth=config.run_depth, metadata=about, progress=progress, **_options(config))  # fmt: skip
+    if config.run_depth:
+        (where / RUNS).mkdir(exist_ok=True)
+        for scoring, ranking in results.lists.items():
+            exponents = native if scoring == NATIVE else Normalization(scoring).exponents
+            scores = list_scores(data, q2d, ranking, exponents)
+            path = where / RUNS / f"{scoring}{RUN_ENDING}"
+            write_run(path, collection, ranking, scores, f"mmclip.{scoring}", config.run_depth)
+        write_qrels(where / QRELS_FILE, collection)
+    return _finish(config, results, folder.name if folder else name, where)
+
+
+def _print_files(collection: BeirCollection, runs: Mapping[str, Results], files: Mapping[str, Scored]) -> None:
+    """TREC run files, below the model's native scoring where there is one: nDCG@10 paired with the first."""
+    rates = measurable(TEXT_HEADS, collection.gains)
+    if main_metric("q2d") not in rates:
+        raise UserError(f"--run: {printable(collection.path)} has gains that are no small whole numbers, and "
+                         "ir_measures takes none but them")  # fmt: skip
+    values = {
+        f"{name} (native)": {k: r.query_values("retrieval", "q2d", NATIVE, k).astype(np.float64) for k in rates}
+        for name, r in runs.items()
+    }
+    values |= {name: measure_run(collection, scored, rates) for name, scored in files.items()}
+    clusters = np.arange(len(collection.queries))
+    intervals = {
+        name: dict(zip(rates, metrics.mean_intervals(np.column_stack(list(v.values())), clusters), strict=True))
+        for name, v in values.items()
+    }
+    paired = against_first([v[main_metric("q2d")] for v in values.values()])
+    show([files_table(intervals, [None, *paired])])

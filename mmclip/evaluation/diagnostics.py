@@ -1,8 +1,8 @@
-"""Everything that can be said of one direction's raw vectors, as the section "diagnostics" of results.json.
+"""The "diagnostics" section of results.json: norms, hubness, geometry and Fisher matrices of one ranked direction.
 
-:func:`diagnose` composes diagnostics, auc, geometry and fisher over one ranked direction of one pool; it holds no
-formula of its own but the regression of length on text length. Roles only: a query ranks documents. Cohen's d itself
-stands in the section "magnitude".
+:func:`diagnose` composes mmclip.metrics and has no formula of its own but the regression of norms on text length. Roles
+only: a query ranks documents. Cohen's d itself stands in the section "magnitude". ``MEASURES`` are what a reader should
+meet first.
 """
 
 from __future__ import annotations
@@ -34,6 +34,34 @@ ENTROPY_QUERIES = 1000  # queries whose softmax is looked at; each meets every d
 
 Array = NDArray[Any]
 TextLengths = Mapping[str, Array]  # unit -> [n], -1 where there is no text
+# (path in a direction's diagnostics, name, meaning)
+MEASURES = (
+    ("auc topk", "AUC of length, topk", "chance that the relevant one of a query's top 10 is longer; .5: none"),
+    ("auc corpus", "AUC of length, corpus", "the same, relevant to some query against relevant to none"),
+    ("relevance_count", "length · relevance count", "rank correlation with how often a document is relevant"),
+    ("text_length document words", "length · words", "rank correlation of a document's length and words"),
+    ("text_length cohens_d topk", "d topk without text length", "Cohen's d with words and characters regressed out"),
+    ("hubness cosine skewness", "hubness, cosine", "skewness of how often one is in a top 10; large: a few answer all"),
+    ("hubness native skewness", "hubness, native", "the same, ranked as the model was trained"),
+    ("anisotropy query", "anisotropy, queries", "mean cosine of two queries; 1: a single direction"),
+    ("anisotropy document", "anisotropy, documents", "the same of two documents"),
+    ("effective_rank query entropy", "effective rank, queries", "dimensions in use: exp of the spectrum's entropy"),
+    ("effective_rank document entropy", "effective rank, documents", "the same of documents"),
+    ("modality_gap", "modality gap", "distance of the centroids of the two sides' unit vectors, 0 to 2"),
+    ("entanglement", "entanglement", "correlation of log length with cosine over relevant pairs: 0 keeps them apart"),
+    ("row_entropy native mean", "softmax entropy, native", "nats of a query's softmax over all documents"),
+    ("row_entropy native uniform", "… of a uniform softmax", "its ceiling: log of the number of documents"),
+    ("scale effective_scale", "effective scale", "α times the mean length factors: how sharp the softmax is"),
+    ("fisher query_raw log10_kappa", "log₁₀ κ, query raw", "condition number of its Fisher matrix, length kept"),
+    ("fisher query_raw unpaired", "… of unpaired sides", "its null: queries and documents drawn apart"),
+    ("fisher query_normalized log10_kappa", "log₁₀ κ, query normalized", "the same with it divided out"),
+    ("fisher query_normalized unpaired", "… of unpaired sides", "its null: queries and documents drawn apart"),
+    ("fisher document_raw log10_kappa", "log₁₀ κ, document raw", "the same for the document's side"),
+    ("fisher document_raw unpaired", "… of unpaired sides", "its null: queries and documents drawn apart"),
+    ("fisher document_normalized log10_kappa", "log₁₀ κ, document normalized", "the same with it divided out"),
+    ("fisher document_normalized unpaired", "… of unpaired sides", "its null: queries and documents drawn apart"),
+    ("fisher marchenko_pastur", "… of isotropic noise", "Marchenko and Pastur's limit for as many samples"),
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -52,35 +80,35 @@ def diagnose(
     fisher_resamples: int = FISHER_RESAMPLES,
     seed: int = 0,
 ) -> Json:
-    """The diagnostics of one direction of one pool, plain JSON values.
+    """Diagnose one direction of one set; plain JSON values.
 
-    query [n, D], document [N, D]   raw vectors, as they were ranked
-    rankings                        scoring -> its ranking; "cosine" must list its ``TOP_K`` best, "native" may
-    clusters [Q]                    of rankings' queries, document_clusters [N]: what a bootstrap draws together
-    native, alpha                   the trained exponents, and alpha of this direction; None: calibrated on these
-                                    vectors so that the effective scale is ``SCALE_INIT``
-    text_length                     role ("query": [n] a unit, "document": [N]) -> pools.text_lengths; a role is left
-                                    out where it has no text
-    fisher                          False leaves the costliest part out
-    resamples, fisher_resamples, seed   of the bootstraps, and of what is sampled
+    Args:
+        query, document: Raw [n, D] and [N, D], as they were ranked.
+        rankings: scoring -> ranking; "cosine" must list its ``TOP_K`` best, "native" may.
+        clusters, document_clusters: [Q] of the ranked queries, and [N]; a bootstrap draws one number's rows together.
+        native: The trained exponents.
+        alpha: Logit scale of this direction; None: calibrated so that the effective scale is ``SCALE_INIT``.
+        text_length: role -> unit -> [n] or [N] text lengths, -1 unknown; without a role that has no texts.
+        fisher: Whether to add the Fisher matrices, the costliest part.
+        resamples, fisher_resamples, seed: Of the bootstraps, and of what is sampled.
 
-    Keys; "x" / "x_reason": a value that does not exist is None, with a reason. Lengths are in the unit of the raw
-    features. Intervals, where a value has "ci", are 95% over clusters.
-
-    magnitude         {role: summary of |x|}: of the queries that were asked, of all documents
-    auc               {topk, corpus, pairs}: documents' length as a classifier of relevance, 0 to 1 (auc.py)
-    relevance_count   Spearman of a document's length with the number of its relevant queries, -1 to 1
-    text_length       {role: {unit: Spearman of length with text length}, "cohens_d": {topk, corpus, pairs}}: d of the
-                      documents' lengths after linear regression on their text lengths, in standard deviations
-    hubness           {"cosine" and "native", if listed: {skewness, largest, never, k}} (Radovanovic et al. 2010)
-    anisotropy        {role: mean cosine of two of its vectors}, -1 to 1 (Ethayarajh 2019)
-    effective_rank    {role: {participation, entropy, at_most}}, dimensions (Roy & Vetterli 2007)
-    modality_gap      distance of the centroids of unit vectors, 0 to 2 (Liang et al. 2022)
-    entanglement      Pearson of log(|q| |d|) with cos over the relevant pairs, -1 to 1 (PACE)
-    row_entropy       {scoring: {mean, std, uniform, alpha, n_queries}}, nats, of a query's softmax over all documents,
-                      of at most ``ENTROPY_QUERIES`` queries at random; every scoring at native's effective scale
-    fisher            log10 kappa of the four Fisher matrices, or "undetermined" (fisher_report.py)
-    scale             {alpha, alpha_source ("given" or "calibrated"), effective_scale} of native on these vectors
+    Returns:
+        Values of these keys; one that does not exist is None, its reason under KEY_reason. Intervals ("ci") are 95 %
+        over clusters.
+            magnitude         {role: summary of norms}, of the judged queries and of all documents
+            auc               {topk, corpus, pairs}: documents' norm as a classifier of relevance, 0 to 1
+            relevance_count   Spearman of a document's norm with the number of its relevant queries
+            text_length       {role: {unit: Spearman of norm and text length}, "cohens_d": {topk, corpus, pairs}}: d of
+                              the documents' norms with text lengths regressed out, in standard deviations
+            hubness           {"cosine" and "native", if listed: {skewness, largest, never, k}} (Radovanovic et al. 2010)
+            anisotropy        {role: mean cosine of two of its vectors} (Ethayarajh 2019)
+            effective_rank    {role: {participation, entropy, at_most}}, dimensions (Roy & Vetterli 2007)
+            modality_gap      distance of the centroids of unit vectors, 0 to 2 (Liang et al. 2022)
+            entanglement      Pearson of log(|q| |d|) with the cosine over relevant pairs (PACE)
+            row_entropy       {scoring: {mean, std, uniform, alpha, n_queries}}: nats of a query's softmax over all
+                              documents, of ``ENTROPY_QUERIES`` random queries, each scoring at native's effective scale
+            fisher            log10 kappa of the four Fisher matrices, or "undetermined" (metrics.fisher_report)
+            scale             {alpha, alpha_source ("given" or "calibrated"), effective_scale} of native
     """
     cosine = rankings["cosine"]
     native = as_floats(native)
@@ -180,3 +208,28 @@ def _entropies(query: Tensor, document: Tensor, native: Exponents, scale: float,
         entropies = geometry.row_entropy(sample, document, exponents, alpha)
         section[name] = geometry.entropy_summary(entropies, len(document), alpha)
     return section
+
+
+def value_at(section: Any, path: list[str]) -> tuple[Any, str | None]:
+    """(value, None) at a path, or (None, the reason that stands beside a missing one)."""
+    for name in path:
+        if not isinstance(section, dict):
+            return None, None
+        if section.get("status") == "undetermined":
+            return None, str(section.get("reason"))
+        reason = section.get(f"{name}_reason")
+        section = section.get(name)
+        if section is None:
+            return None, None if reason is None else str(reason)
+    return section, None
+
+
+def alpha_note(sections: Mapping[str, Any]) -> str | None:
+    """What to say of directions (name -> diagnostics) whose α was not told; None where every one was."""
+    of = [name for name, section in sections.items() if value_at(section, ["scale", "alpha_source"])[0] == "calibrated"]
+    if not of:
+        return None
+    return (
+        f"α of {', '.join(of)} is not known (it was not trained, or the file does not say): its effective scale is set "
+        f"to {SCALE_INIT:.3g}, and its entropy and Fisher numbers hang on that"
+    )

@@ -25,7 +25,6 @@ from mmclip.embeddings.features import Source
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.models.factory import ClipModel
-from mmclip.reporting.formats import rate
 from mmclip.retrieval.ranking import as_floats, rank
 from mmclip.similarity import Exponents, Normalization, normalize
 
@@ -188,14 +187,3 @@ def classify(
         "acc1": {name: value for name, (value, _, _) in zip(scorings, found, strict=True)},
         "ci": {name: [lo, hi] if several else None for name, (_, lo, hi) in zip(scorings, found, strict=True)},
     }
-
-
-def told_zero_shot(section: Json) -> str:
-    """One line: "zero-shot, cifar10 [test], 10 classes, 1,000 images, acc@1: native .104 ±.019, …"."""
-    data = section["data"]
-    where = f"{printable(Path(data['path']).name, 60)} [{printable(data['split'], 40)}]"
-    rates = ", ".join(f"{name} {rate(value, section['ci'][name])}" for name, value in section["acc1"].items())
-    skipped = f"; {len(section['skipped'])} skipped" if section["skipped"] else ""
-    return (
-        f"zero-shot, {where}, {section['n_classes']} classes, {section['n_images']:,} images, acc@1: {rates}{skipped}"
-    )

@@ -14,8 +14,8 @@ import numpy as np
 
 from mmclip.errors import printable
 from mmclip.evaluation.comparison import compare, group_by_seed, scoring_gain, significance
+from mmclip.evaluation.diagnostics import MEASURES, alpha_note, value_at
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.measures import MEASURES, alpha_note, value_at
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.reporting.table import (
     NO,

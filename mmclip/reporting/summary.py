@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from mmclip.reporting.run_tables import (
     run_tables,
     verdict_lines,
 )
-from mmclip.reporting.table import Cell, rate_cell, show, signed, text_cell
+from mmclip.reporting.table import Cell, rate, rate_cell, show, signed, text_cell
 
 Json = dict[str, Any]
 ROWS = 3  # runs of a summary: the reference, the judged one, and one more
@@ -231,3 +232,14 @@ def _cell(run: Results, direction: str, metric: str, scoring: str) -> Cell:
     cell = rate_cell(numbers[metric], (numbers.get("ci") or {}).get(metric))
     cell.detail += f" {scoring}" if scoring != NATIVE else ""
     return cell
+
+
+def zero_shot_line(section: Json) -> str:
+    """One line: "zero-shot, cifar10 [test], 10 classes, 1,000 images, acc@1: native .104 ±.019, …"."""
+    data = section["data"]
+    where = f"{printable(Path(data['path']).name, 60)} [{printable(data['split'], 40)}]"
+    rates = ", ".join(f"{name} {rate(value, section['ci'][name])}" for name, value in section["acc1"].items())
+    skipped = f"; {len(section['skipped'])} skipped" if section["skipped"] else ""
+    return (
+        f"zero-shot, {where}, {section['n_classes']} classes, {section['n_images']:,} images, acc@1: {rates}{skipped}"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmclip.evaluation.measures import value_at
+from mmclip.evaluation.diagnostics import value_at
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
 from mmclip.reporting.table import is_number
 from mmclip.study.arms import Arm

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmclip.commands.evaluate_text import load_text_run, text_run_folder
-from mmclip.commands.evaluate_text import run as evaluate_text_model
+from mmclip.commands.evaluate import run as evaluate_text_model
+from mmclip.commands.evaluate import run_folder
 from mmclip.config import TextEvaluateConfig, parse
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
@@ -126,10 +126,10 @@ def test_runs_are_compared_with_p_and_judged(folder: Path, model: Path, tmp_path
         ("other", "both", (1.0, 1.0)),
     ):
         run = trained(model, tmp_path / name, loss, gammas)
-        assert text_run_folder(str(run)) == text_run_folder(str(run / "model")) == run
+        assert run_folder(str(run)) == run_folder(str(run / "model")) == run
         evaluate(capsys, "--model", run, "--data", folder)
         places[name] = run / "evaluations" / "tiny-test"
-    found = load_text_run(str(places["qnorm"]))
+    found = load_results(str(places["qnorm"]))
     assert found.json["retrieval"]["q2d"]["native"] == found.json["retrieval"]["q2d"]["dot"]
     assert found.json["diagnostics"]["q2d"]["scale"] == {"alpha": 9.0, "alpha_source": "given"} | {
         "effective_scale": found.json["diagnostics"]["q2d"]["scale"]["effective_scale"]
@@ -151,15 +151,15 @@ def test_runs_are_compared_with_p_and_judged(folder: Path, model: Path, tmp_path
 def test_finished_runs_that_are_none_are_one_line(folder: Path, model: Path, tmp_path: Path, capsys) -> None:
     run = trained(model, tmp_path / "r")
     evaluate(capsys, "--model", run, "--data", folder, "--output", tmp_path / "o")
-    results = load_text_run(str(tmp_path / "o"))
-    results.json["retrieval"] = {"i2t": {}}
+    results = load_results(str(tmp_path / "o"))
+    results.json["retrieval"] = {}
     save_results(results, tmp_path / "clip")
     with pytest.raises(UserError, match="not a text evaluation"):
-        load_text_run(str(tmp_path / "clip"))
+        evaluate(capsys, "--compare", tmp_path / "clip")
     results.json["retrieval"] = {"q2d": {"native": {}}}
     save_results(results, tmp_path / "part")
     with pytest.raises(UserError, match="not the whole results"):
-        load_text_run(str(tmp_path / "part"))
+        load_results(str(tmp_path / "part"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import against_first, compare, significance, verdict
-from mmclip.evaluation.measures import MEASURES, alpha_note, value_at
+from mmclip.evaluation.diagnostics import MEASURES, alpha_note, value_at
 from mmclip.reporting import run_tables as tables
 from mmclip.reporting.table import MIN_WIDTH, NO, make_console, show
 from tests.helpers.reporting import COSINE, HOSTILE, QNORM, clip_run, make_pictures, make_run, text_run
