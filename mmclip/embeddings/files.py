@@ -174,7 +174,8 @@ class Embeddings:
         extra = {f"{printable(d.name, 60)} {s}": x for d in self.distractors for s, x in d.sides().items()}
         check_vectors({"image": self.image, "text": self.text, **extra})
         self.pairs = torch.as_tensor(self.pairs, dtype=torch.int64).cpu()
-        Qrels(self.pairs, self.gains).check(n, m)
+        if len(self.pairs):  # distractors have none
+            Qrels(self.pairs, self.gains).check(n, m)
         if outside := [o for o in self.owner or [] if not -1 <= o < n]:
             raise UserError(f"owner names image row {outside[0]}; valid rows are -1 to {n - 1}")
         self.alpha = {d.value: self.alpha.get(d.value) for d in CLIP_DIRECTIONS}
@@ -399,6 +400,7 @@ def _from_arrays(read: _Reader) -> Embeddings:
         pairs = read.pairs(ids)
     else:
         pairs = np.array([[image, text] for text, image in enumerate(owner or []) if image >= 0]).reshape(-1, 2)
+    Qrels(pairs)  # a file without a relevant pair cannot be evaluated
     meta = read.meta()
     facts = meta.get("facts", {})
     n_objects = read.numbers("n_objects", "iu", len(ids["image"]), np.int64)
