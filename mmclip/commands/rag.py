@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.text import Text
 from torch import Tensor
 
 from mmclip import distributed
@@ -24,8 +23,7 @@ from mmclip.evaluation.results import NATIVE
 from mmclip.io import json_text, lock_folder, write_text_atomically
 from mmclip.models import metadata
 from mmclip.models.text_encoder import native_scoring, open_text_model, text_precision
-from mmclip.reporting.formats import NONE, delta, rate
-from mmclip.reporting.table_parts import column, gap, make_console, new_table, row
+from mmclip.reporting.table import Cell, Table, change_cell, rate_cell, show
 from mmclip.retrieval import Qrels, rank
 from mmclip.similarity import Exponents, Normalization
 from mmclip.tasks.rag import CLOSED_PROMPT, DOCUMENTS, PROMPT, QUESTION, read_template
@@ -176,19 +174,15 @@ def print_rag(results: Json) -> None:
         groups.setdefault(results["alike"].get(name, name), []).append(name)
     rows = {"no documents": (section[CLOSED], CLOSED)} if CLOSED in section else {}
     rows |= {" = ".join(names): (section[Q2D][first], first) for first, names in groups.items()}
-    table = new_table("")
-    for top, names in (("", (EM, F1, f"answer@{k}")), ("to cosine", (EM, F1, f"answer@{k}")), ("", ("cut",))):
-        gap(table)
-        for i, name in enumerate(names):
-            column(table, top if i == 0 else "", name.upper() if name in (EM, F1) else name)
+    heads = [EM.upper(), F1.upper(), f"answer@{k}"]
+    table: list[tuple[str, list[Cell]]] = []
     for title, (numbers, name) in rows.items():
         changes = results["to_cosine"].get(name, {})
-        cells = [rate(numbers[m], numbers["ci"].get(m)) for m in (EM, F1, RECALL)]
-        gains = [delta(changes[m]) if m in changes else NONE for m in (EM, F1, RECALL)]
-        row(table, [title, "", *cells, "", *gains, "", f"{numbers['prompts_cut']:,}"])
-    console = make_console()
+        cells = [rate_cell(numbers[m], numbers["ci"].get(m)) for m in (EM, F1, RECALL)]
+        cells += [change_cell(changes.get(m)) for m in (EM, F1, RECALL)]
+        table.append((title, [*cells, Cell(f"{numbers['prompts_cut']:,}")]))
     data = results["data"]
-    told = f" · reader {results['reader']['name']}, top {k} of {data['n_documents']:,}, {data['n_queries']:,} queries"
-    console.print(Text.assemble((printable(results["model"], 60), "bold"), printable(told, 200)))
-    console.print(table)
-    console.print(Text("answer@k: an accepted answer stands in a document; cut: prompts whose documents were cut"))
+    told = f"reader {results['reader']['name']}, top {k} of {data['n_documents']:,}, {data['n_queries']:,} queries"
+    columns = ["documents by", *heads, *(f"less cosine\n{head}" for head in heads), "cut"]
+    note = "answer@k: an accepted answer stands in a document; cut: prompts whose documents were cut"
+    show([Table(f"{printable(results['model'], 60)} · {told}", columns, table, [note])])

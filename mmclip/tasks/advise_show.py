@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from mmclip.errors import printable
-from mmclip.reporting.table_parts import column, make_console, new_table, row
+from mmclip.reporting.table import NO, Cell, Table, make_console
 from mmclip.tasks.advise import CANNOT_TELL
 
 Json = dict[str, Any]
@@ -53,17 +53,14 @@ def show(report: Json) -> None:
         if not section["norms"]:
             continue
         title = f"trial of {direction}: {section['n_queries']} held-out {trial['units']}, {section['n_seeds']} seeds"
-        console.print(Text(f"\n{title}, {section['metric']}; 95% intervals", style="bold"))
-        table = new_table("norm")
-        for top, bottom in (("", "native"), ("minus", "cosine"), ("minus", "control"), ("by length", "own head"),
-                            ("", "detectable")):  # fmt: skip
-            column(table, top, bottom)
+        columns = ["norm", "native", "minus\ncosine", "minus\ncontrol", "by norm\nown head", "detectable"]
+        rows = []
         for norm, found in section["norms"].items():
-            cells = [ranged(found.get(k)) for k in ("gain", "over_control", "by_length")]
-            seen = f"±{found['detectable']:.3f}" if "detectable" in found else "–"
-            style = "bold" if norm == section["answer"] else ""
-            row(table, [norm, f"{found['native']['value']:.3f}", *cells, seen], style)
-        console.print(table)
+            cells = [Cell(f"{found['native']['value']:.3f}")]
+            cells += [Cell(ranged(found.get(k))) for k in ("gain", "over_control", "by_length")]
+            rows.append((norm, [*cells, Cell(f"±{found['detectable']:.3f}" if "detectable" in found else NO)]))
+        console.print()
+        console.print(Table(f"{title}, {section['metric']}; 95% intervals", columns, rows))
     for line in evidence_lines(report):
         console.print(Text("\n".join(textwrap.wrap(line, WIDTH, subsequent_indent="          "))))
 
