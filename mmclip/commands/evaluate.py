@@ -203,10 +203,10 @@ def print_zero_shot(results: Results) -> None:
 
 def print_report(name: str, folder: Path) -> None:
     """Write the page of a run whose results are saved; a fault of it is printed and ends nothing."""
-    from mmclip.reporting.page import REPORT_FILE, write_report  # matplotlib and jinja2 take a second to import
+    from mmclip.reporting.page import REPORT_FILE, write_page  # matplotlib and jinja2 take a second to import
 
     try:
-        print(f"report: {printable(write_report({name: folder}, folder / REPORT_FILE))}")
+        print(f"report: {printable(write_page({name: folder}, folder / REPORT_FILE))}")
     except UserError as error:
         print(f"no report: {error}", file=sys.stderr)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mmclip.config import ReportConfig
-from mmclip.reporting.page import write_asked_report
+from mmclip.reporting.page import write_report
 
 
 def run(config: ReportConfig) -> None:
-    write_asked_report(config)
+    write_report(config)

@@ -154,7 +154,7 @@ def _finish(trainer: Trainer, others: dict[str, Results]) -> None:
     results = None
     for place, results in trainer.evaluate():
         save_results(results, folder / place)
-        if isinstance(config, TextTrainConfig):
+        if place:  # a further data set
             _print_text(results)
         else:
             start = folder / START_FILE

@@ -65,9 +65,6 @@ def write_page(
     return path
 
 
-write_report = write_page
-
-
 def page_environment() -> Environment:
     """Templates with the style of their pictures."""
     environment = templates()
@@ -171,7 +168,7 @@ def _missing(run: ReportRun, norms: object, retrievals: tuple[str, list[Any], st
     return [f"{printable(run.name, 120)}: {text}" for text in told]
 
 
-def write_asked_report(config: ReportConfig) -> None:
+def write_report(config: ReportConfig) -> None:
     """Everything that report.py does. Errors: UserError, one line."""
     runs = run_names(config.runs or [])
     first = Path((config.runs or [""])[0])
