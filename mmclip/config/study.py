@@ -36,6 +36,7 @@ class StudyConfig(Config):
         - {loss: sym, norm: dot, init_from: sym cosine, name: fine-tuned}     from the run of that arm and seed
         - {loss: sym, norm: learned, seeds: [0, 1, 2, 3, 4]}                  with seeds of its own
       script: train_text                for text encoders: settings of mmclip train-text
+      show: [table6]                    tables for the terminal
     A run is known by its settings: a study that was stopped, or whose file has grown, trains only what is missing.
     """
 
@@ -46,8 +47,9 @@ class StudyConfig(Config):
     jobs: Whole = 0  # Runs at once; 0: one a GPU, without a GPU one a core, four at most.
     set: list[str] | None = None  # Settings of every run instead of the file's, such as train_data=DIR cache_dir=DIR.
     dry_run: bool = False  # List the runs, and which are finished; train nothing.
+    verbose: bool = False  # Print all tables, too; they stand in the page.
 
-    most_used = "config set seeds jobs dry_run logs name"
+    most_used = "config set seeds jobs dry_run verbose logs name"
 
     def check(self) -> None:
         for text in self.set or []:

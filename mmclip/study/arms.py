@@ -1,111 +1,231 @@
-"""An arm of a study: one setting with its finished runs, and which other arms it is judged against."""
+"""An arm of a study: one setting with its finished runs, read back, and the arms that it is judged against."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mmclip.config import TrainConfig
-from mmclip.evaluation.results import Results
-from mmclip.roles import LOSS_WEIGHTS, Direction
+from mmclip.config.clip import LossConfig
+from mmclip.errors import UserError, printable
+from mmclip.evaluation.eval_set import MAIN_POOL
+from mmclip.evaluation.results import CORRECTED, NATIVE, START_FILE, Results, load_results
+from mmclip.reporting.source import read_lines
+from mmclip.reporting.table import is_number
+from mmclip.roles import CLIP_DIRECTIONS, direction_weights
+from mmclip.study.plan import StudyRun, is_finished, seconds_of
+from mmclip.training.log import METRICS
 
 Json = dict[str, Any]
-# What changes neither a run's numbers nor what is measured of it
-COSMETIC = ("logs", "name", "resume", "may_change", "workers", "log_every_n_steps", "save_steps", "keep_checkpoints",
-            "report", "verbose", "report_to", "compare", "strict", "max_bad_samples", "device", "cache_dir", "torchcompile",
-            "benchmark", "grad_checkpointing")  # fmt: skip
-# What is measured of an arm, and not what it is
-MEASURING = ("measure_start", "zeroshot_data", "zeroshot_split", "val_steps", "bank_size")
-# What two arms must share to be compared: which questions are asked, and what was there to learn from. The rest (loss,
-# schedules, optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
+OWN_COLUMNS = ("loss", "i2t_weight", "norm")  # settings of the loss that have columns of their own in tables
+# What two arms share to be compared: the same queries and the same data to learn from. All else (loss, schedules,
+# optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
 SHARED = ("train_data", "train_split", "train_num_samples", "train_fraction", "permute_pairs", "val_data", "val_split",
           "val_holdout", "model", "pretrained", "lock_image", "lock_text")  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Arm:
-    """One setting of a study.
+    """One setting of a study with its finished runs.
 
-    name: short and unique, "asym-i2t qnorm". settings: of its first seed. runs: seed -> results. logs: seed -> lines of
-    metrics.jsonl. starts: seed -> start.json, what was measured before the first step ({} where nothing was). initial:
-    the arm whose run of the same seed it starts from, None for random or pretrained weights. seconds: seed -> how long
-    its run took, where that is known.
+    Attributes:
+        name: short and unique, "asym-i2t qnorm".
+        settings: of its first seed, by name.
+        runs: data set -> training seed -> results; the data set of the training is the first.
+        logs: seed -> lines of metrics.jsonl.
+        starts: seed -> start.json, the evaluation before the first step; {} where there is none.
+        initial: the arm whose run of the same seed it starts from; None for random or pretrained weights.
+        seconds: seed -> duration of its run, where that is known.
     """
 
     name: str
-    settings: TrainConfig
-    runs: Mapping[int, Results]
-    logs: Mapping[int, list[Json]]
-    starts: Mapping[int, Json]
+    settings: Mapping[str, Any]
+    runs: Mapping[str, Mapping[int, Results]]
+    logs: Mapping[int, list[Json]] = dataclasses.field(default_factory=dict)
+    starts: Mapping[int, Json] = dataclasses.field(default_factory=dict)
     initial: str | None = None
     seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
+    def results(self, data: str = "") -> Mapping[int, Results]:
+        """Training seed -> results on a data set, by default the first."""
+        return self.runs.get(data or next(iter(self.runs), ""), {})
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for runs in self.runs.values() for seed in runs})
+
+    def seeds_with(self, *others: Arm, data: str = "") -> list[int]:
+        """Seeds that this arm and all others have finished."""
+        return sorted(set(self.results(data)).intersection(*(o.results(data) for o in others)))
+
     @property
     def i2t_weight(self) -> float:
-        """lambda, the weight of i2t in the loss."""
-        asked = self.settings.i2t_weight
-        return LOSS_WEIGHTS[self.settings.loss] if asked is None else asked
+        """λ, the weight of i2t in the loss."""
+        return direction_weights(self.settings["loss"], self.settings["i2t_weight"])[CLIP_DIRECTIONS[0]]
 
-    def trains(self, direction: str) -> bool:
-        """Whether a direction has a weight above 0 at any time."""
-        end = self.settings.i2t_weight_end
-        weights = [self.i2t_weight, *([end] if end is not None else [])]
-        return any((w if direction == Direction.I2T.value else 1 - w) > 0 for w in weights)
+    @property
+    def trained(self) -> list[str]:
+        """Directions whose weight is above 0 at any time."""
+        weights = [w for w in (self.i2t_weight, self.settings["i2t_weight_end"]) if w is not None]
+        i2t, t2i = (d.value for d in CLIP_DIRECTIONS)
+        return [i2t] * any(w > 0 for w in weights) + [t2i] * any(w < 1 for w in weights)
 
-    def seeds_with(self, *others: Arm) -> list[int]:
-        """The seeds that this arm and all ``others`` have finished."""
-        return sorted(set(self.runs).intersection(*(o.runs for o in others)))
+    def served(self, direction: str) -> str:
+        """Scoring by which a direction is served, chosen by rule: native where it was trained, else corrected."""
+        return NATIVE if direction in self.trained else CORRECTED
+
+    @property
+    def fraction(self) -> float:
+        """Share of the training images."""
+        share = self.settings["train_fraction"]
+        return 1.0 if share is None else share
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the arm is a null, trained on images with captions of others."""
+        return bool(self.settings["permute_pairs"])
+
+    @property
+    def start(self) -> str | None:
+        """Origin of its weights, None for random ones."""
+        found = self.initial or self.settings["init_from"] or self.settings["pretrained"]
+        return None if found is None else str(found)
+
+    @property
+    def loss_options(self) -> str:
+        """Settings of the loss that differ from their defaults, without loss, λ and norm: "gamma_init=0.9 ..."."""
+        values = [(f.name, self.settings[f.name], f.default) for f in dataclasses.fields(LossConfig)]
+        return " ".join(f"{k}={v}" for k, v, default in values if k not in OWN_COLUMNS and v != default)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no part of the loss depends on a norm that the arm's normalization divides out."""
+        return self.settings["gamma_schedule"] == "none" and self.settings["norm_drift"] == 0
 
 
 def control_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
-    """The arm of the same directions and data whose documents' length no loss ever saw (gamma_d 1); None where there is
-    none. Of several the one that differs least; cosine before dnorm, which is one for a single direction only: trained
-    both ways, the documents of one direction are the queries of the other, whose length it keeps."""
+    """Arm of the same directions and data whose documents are normalized (gamma_d 1), or None.
+
+    Of several the one that differs least; cosine before dnorm, which is a control of one direction only: trained both
+    ways, the documents of one direction are the queries of the other, whose norm it keeps.
+    """
     arms = list(arms)
     norms = ("cosine", "dnorm") if arm.i2t_weight in (0, 1) else ("cosine",)
-    blind = {None, *(a.name for a in arms if a.settings.norm in norms and _never_sees(a))}
+    blind = [a for a in arms if a.settings["norm"] in norms and a.is_blind]
+    starts = {None, *(a.name for a in blind)}  # norms of another start are other norms
     candidates = [
         other
-        for other in arms
-        if other.settings.norm in norms
-        and _never_sees(other)
-        and other.initial == arm.initial  # lengths of another start are other lengths
-        and other.initial in blind
-        and (other.i2t_weight, other.settings.i2t_weight_end) == (arm.i2t_weight, arm.settings.i2t_weight_end)
+        for other in blind
+        if other.initial == arm.initial
+        and other.initial in starts
+        and (other.i2t_weight, other.settings["i2t_weight_end"]) == (arm.i2t_weight, arm.settings["i2t_weight_end"])
         and _comparable(arm, other)
     ]
-    return min(candidates, key=lambda o: (o.settings.norm != "cosine", _distance(arm, o)), default=None)
+    return min(candidates, key=lambda o: (o.settings["norm"] != "cosine", _distance(arm, o)), default=None)
 
 
 def baseline_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
-    """The sym/cosine arm on the same data, None where there is none. Of several the one that differs least, which for a
-    fine-tuned arm is the one that started where it did."""
+    """The sym/cosine arm on the same data, or None; of several the one that differs least."""
     candidates = [
         other
         for other in arms
-        if other.settings.norm == "cosine"
-        and other.i2t_weight == 0.5
-        and other.settings.i2t_weight_end is None
-        and _never_sees(other)
+        if other.settings["norm"] == "cosine"
+        and (other.i2t_weight, other.settings["i2t_weight_end"]) == (0.5, None)
+        and other.is_blind
         and _comparable(arm, other)
     ]
     return min(candidates, key=lambda o: _distance(arm, o), default=None)
 
 
 def _comparable(a: Arm, b: Arm) -> bool:
-    """Whether both have the same data, and a seed in common."""
-    mine, other = a.settings.to_dict(), b.settings.to_dict()
-    return all(mine.get(k) == other.get(k) for k in SHARED) and bool(a.seeds_with(b))
-
-
-def _never_sees(arm: Arm) -> bool:
-    """Whether no part of the loss ever sees a length that the arm's normalization divides out."""
-    return arm.settings.gamma_schedule == "none" and arm.settings.norm_drift == 0
+    return all(a.settings.get(k) == b.settings.get(k) for k in SHARED) and bool(a.seeds_with(b))
 
 
 def _distance(a: Arm, b: Arm) -> tuple[bool, int]:
-    """(whether they start from different weights, how many settings differ)."""
-    mine, other = a.settings.to_dict(), b.settings.to_dict()
-    differ = [k for k in mine if k not in ("seed", "name", "logs") and mine[k] != other.get(k)]
+    """(whether they start from different weights, number of settings that differ)."""
+    differ = [k for k, v in a.settings.items() if k not in ("seed", "name", "logs") and v != b.settings.get(k)]
     return a.initial != b.initial, len(differ)
+
+
+# --- finished runs, read back -----------------------------------------------------------------------------------------
+
+
+def gather(runs: Sequence[StudyRun]) -> tuple[list[Arm], dict[StudyRun, str]]:
+    """(arms with their finished runs, in the order of the file; finished runs that cannot be read, with the reason)."""
+    by_arm: dict[str, dict[StudyRun, tuple[dict[str, Results], list[Json], Json]]] = {}
+    unreadable: dict[StudyRun, str] = {}
+    for run in runs:
+        read = by_arm.setdefault(run.arm, {})
+        if is_finished(run):
+            try:
+                read[run] = read_run(run)
+            except (UserError, OSError) as error:
+                unreadable[run] = str(error)
+                continue
+            if not read[run][1]:
+                print(f"{printable(run.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
+    return [_arm(name, read) for name, read in by_arm.items() if read], unreadable
+
+
+def _arm(name: str, read: Mapping[StudyRun, tuple[dict[str, Results], list[Json], Json]]) -> Arm:
+    first = next(iter(read))
+    names = dict.fromkeys(data for results, _, _ in read.values() for data in results)
+    return Arm(
+        name,
+        first.config.to_dict(),
+        {data: {r.seed: results[data] for r, (results, _, _) in read.items() if data in results} for data in names},
+        {r.seed: lines for r, (_, lines, _) in read.items()},
+        {r.seed: start for r, (_, _, start) in read.items()},
+        first.initial.arm if first.initial else None,
+        {r.seed: seconds for r in read if (seconds := seconds_of(r)) is not None},
+    )
+
+
+def read_run(run: StudyRun) -> tuple[dict[str, Results], list[Json], Json]:
+    """(data set -> results, lines of metrics.jsonl, start.json or {}) of a finished run.
+
+    Raises:
+        UserError, OSError: a file is missing or damaged, or an array has not a row for each query.
+    """
+    found = {}
+    for name, folder in run.kind.data_folders(run.config, run.folder).items():
+        found[name] = load_results(folder)
+        try:
+            _require_whole(found[name], run.kind.metrics)
+        except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+            why = error if isinstance(error, UserError) else f"{type(error).__name__} {printable(error, 100)}"
+            raise UserError(f"{printable(folder)}: not the whole results of an evaluated run: {why}") from None
+    return found, read_lines(run.folder / METRICS), _read_start(run.folder / START_FILE)
+
+
+def _require_whole(results: Results, metrics: Sequence[str]) -> None:
+    float(results.json["evaluation"]["native"]["gamma_d"])
+    for pool, section in results.pools.items():
+        for side in section["magnitude"].values():
+            side["cv"]
+        for direction, scorings in section["retrieval"].items():
+            prefix = f"{pool}/{direction}"
+            n = len(results.array(f"{prefix}/clusters"))
+            results.array(f"{prefix}/topk_moments")
+            if pool == MAIN_POOL and n != results.json["data"]["n_queries"][direction]:
+                raise UserError(f"{n:,} queries of {direction}, and not as many in results.json")
+            for name, values in results.per_query.items():
+                rows = 1 if name.endswith("/length_level") else n
+                if name.startswith(f"{prefix}/") and len(values) != rows:
+                    raise UserError(f"{printable(name, 100)} has {len(values):,} rows: expected {rows:,}")
+            for scoring in scorings:
+                for metric in metrics:
+                    results.array(f"{prefix}/{scoring}/{metric}")
+                    if not is_number(scorings[scoring][metric]):
+                        raise UserError(f"{printable(scoring, 40)} {metric} is no number")
+
+
+def _read_start(path: Path) -> Json:
+    try:
+        start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{printable(path)}: not readable as JSON: {printable(error, 100)}") from None
+    return start if isinstance(start, dict) else {}

@@ -1,237 +1,413 @@
-"""The paper's claims about CLIP, and three questions beyond it, answered by rule from a study's arms.
+"""The paper's claims, judged by rule from a study's arms. The claims are data: configs/claims/*.yaml.
 
-docs/study.md states each claim with its statistic, its control and the rule; the names (T1, B1, ...) are its.
+Entries with a ``statistic`` (ratio or difference) are evaluated here; the others name one of the functions below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
+from scipy.stats import binomtest
+
+from mmclip.evaluation.results import NATIVE
+from mmclip.metrics.bootstrap import DETECTABLE, Estimate
 from mmclip.reporting.table import is_number
-from mmclip.roles import LOSS_WEIGHTS
 from mmclip.study.arms import Arm
-from mmclip.study.judgements import fisher, kappa_verdicts, keeps_both, verdicts
-from mmclip.study.numbers import Estimate, Scored, Study, initial, permuted, trained
-from mmclip.study.sheets import Sheet, estimate_columns
-from mmclip.study.tables import PAPER_TABLE6
+from mmclip.study.estimates import NORMAL_95, Score, Study
+from mmclip.study.plan import CLIP
+from mmclip.study.tables import (
+    MATRICES,
+    StudyTable,
+    fisher,
+    keeps_both,
+    load_claims,
+    plain_values,
+    text_fisher,
+    verdicts,
+)
 
 Json = dict[str, Any]
-REPRODUCED, NOT, UNDERPOWERED, MISSING = "reproduced", "not reproduced", "underpowered", "not asked here"
-POWER = 1.43  # (1.96 + 0.84) / 1.96: the effect that a 5% test finds in 80% of cases, in halves of an interval
-SMALL_D = 0.2  # Cohen's "small"
-DEAD = 0.1  # share of sym/cosine's success@1 below which a direction is called dead
-UNMOVED = 0.01
-LITTLE = 0.05  # share of sym/cosine's success@1 that would be a benefit
-PAPER = {(row.loss, row.norm): row for row in PAPER_TABLE6}
-ONE_WAY = (("asym-i2t", "i2t", "t2i"), ("asym-t2i", "t2i", "i2t"))  # loss, trained direction, the other
+REPRODUCED, NOT, UNDERPOWERED, MISSING = range(4)  # places in an entry's verdicts
+NO_SUCH = Estimate.missing("the study has no such arms")
+OPPOSITE = {"i2t": "t2i", "t2i": "i2t"}
+STATISTICS: dict[tuple[str, int], Callable[[list[Any]], Any]] = {
+    ("ratio", 2): lambda x: x[0] / x[1],
+    ("ratio", 4): lambda x: x[0] / x[1] / (x[2] / x[3]),
+    ("difference", 2): lambda x: x[0] - x[1],
+    ("difference", 4): lambda x: (x[0] - x[1]) - (x[2] - x[3]),
+}
+Row = tuple[Json, str, Estimate, Json]  # words of the statement, verdict, estimate, further columns
 
 
-def claims(study: Study) -> Sheet:
-    """A row a claim and direction, "not asked here" where the study has no arms for it."""
-    rows = [*_table6(study), *_lengths(study), *_gammas(study), *_benefit(study), *_kappa(study), *_start(study)]
-    rows += [*_repaid(study), *sorted(_both(study), key=lambda r: -r["value"]), *_nulls(study)]
-    return Sheet("claims", ("claim", "statement", "direction", "verdict", "value", "value_lo", "value_hi"), rows)
+class Case(NamedTuple):
+    """One judgement of a claim: its entry, the words of its statement, and the arms of a text study by norm."""
+
+    study: Study
+    entry: Json
+    words: Json
+    family: dict[str, Arm]
+
+    @property
+    def paper(self) -> float | None:
+        """The paper's number, which the file may write as a quotient."""
+        number = self.entry.get("paper")
+        if isinstance(number, dict):
+            number = number[next(self.words[k] for k in ("trained", "norm", "direction") if k in self.words)]
+        above, _, below = str(number).partition("/")
+        return None if number is None else float(above) / float(below or 1)
+
+    def verdict(self, place: int) -> str:
+        return str(self.entry["verdicts"][place])
+
+    def judge(self, found: Estimate) -> str:
+        return self.verdict(judged(found, self.entry, self.paper))
+
+    def arm(self, side: Json) -> Arm | None:
+        """The arm of a side of the entry, None where the study has none."""
+        norm = side["norm"].format_map(self.words)
+        if self.study.kind is not CLIP:
+            return self.family.get(norm)
+        return self.study.plain_arm(side.get("loss", "{loss}").format_map(self.words), norm)
+
+    def score(self, side: Json) -> Score | None:
+        arm, scoring = self.arm({"norm": "{norm}"} | side), side.get("scoring", NATIVE)
+        if side.get("arm") == "started":
+            arm = next(a for a in self.study.arms if a.name == self.words["arm"])
+        data = self.study.data[0] if side.get("data") == "first" else self.words.get("data", "")
+        return Score(arm, self.words["direction"], scoring, data) if arm else None
+
+    def over(self, norm: str, other: str) -> Estimate:
+        """Native of one norm less that of another."""
+        after, before = (Score(self.family[n], "q2d", data=self.words["data"]) for n in (norm, other))
+        return self.study.difference(after, before)
 
 
-def judged(found: Estimate, paper: float, below: bool) -> str:
-    """The verdict on a ratio that the paper has on one side of 1: below it, or above."""
+def judged(found: Estimate, entry: Json, paper: float | None = None) -> int:
+    """Place of the verdict on an estimate, by an entry's "expected", "effect" and "refuted".
+
+    >>> [judged(Estimate(x, x - 0.1, x + 0.1, 3), {"expected": "above 1"}, 1.2) for x in (1.2, 0.8, 1.05, 1.15)]
+    [0, 1, 1, 0]
+    """
     if found.lo is None or found.hi is None:
         return MISSING if found.value is None else UNDERPOWERED
-    if found.hi < 1 if below else found.lo > 1:
+    if "refuted" in entry and _lies(found, entry["refuted"]):
+        return NOT
+    if _lies(found, entry["expected"]):
         return REPRODUCED
-    return UNDERPOWERED if found.lo <= paper <= found.hi else NOT
+    side, bound = entry["expected"].split()
+    effect = float(next(x for x in (entry.get("effect"), paper, bound) if x is not None))
+    excluded = found.below(effect) if side == "above" else found.above(effect)
+    return NOT if excluded else UNDERPOWERED
 
 
-def _row(claim: str, statement: str, direction: str, verdict: str, found: Estimate, **more: Any) -> Json:
-    smallest = None if found.lo is None or found.hi is None else POWER * (found.hi - found.lo) / 2
-    row = {"claim": claim, "statement": statement, "direction": direction, "verdict": verdict}
-    row |= estimate_columns("value", found) | {"n_seeds": found.n_seeds, "smallest_effect": smallest}
-    return row | {"paper": None} | more | {"reason": found.reason}
+def _lies(found: Estimate, where: str) -> bool:
+    side, bound = where.split()
+    return found.above(float(bound)) if side == "above" else found.below(float(bound))
 
 
-def plain_arm(study: Study, loss: str, norm: str) -> Arm | None:
-    """The arm of a loss (lambda of its name) and norm that is trained as the model begins, without more settings."""
-    found = [
-        a for a in study.arms if study.is_plain(a) and a.settings.norm == norm and a.i2t_weight == LOSS_WEIGHTS[loss]
-    ]
-    return found[0] if found else None
+def claims(study: Study) -> StudyTable:
+    """A record a claim and direction (of text: norm and data set), "not asked" where the study has no arms for it."""
+    file, clip = load_claims(study.kind), study.kind is CLIP
+    records = []
+    for case in (case for family in ([{}] if clip else study.families()) for case in _cases(study, file, family)):
+        for words, verdict, found, more in FUNCTIONS[case.entry.get("function", "compared")](case):
+            words = case.words | words
+            smallest = found.smallest
+            if "power" in file:
+                smallest = None if found.lo is None else file["power"] * ((found.hi or 0.0) - found.lo) / 2
+            row = {"claim": case.entry["id"], "statement": case.entry["statement"].format_map(words)}
+            row |= {k: words.get(k, "") for k in (("direction",) if clip else ("data", "norm"))} | {"verdict": verdict}
+            row |= plain_values({"value": found}) | {"n_seeds": found.n_seeds, "smallest_effect": smallest}
+            row |= {"paper": case.paper} | ({} if clip else {"counts": ""}) | more | {"reason": found.reason}
+            records.append(row if clip else row | {"baseline": case.family["cosine"].name})
+    place = ["direction"] if clip else ["data", "norm"]
+    return StudyTable("claims", "The paper's claims", ("claim", "statement", *place, "verdict", "value", "value_lo", "value_hi"),
+                      records, "{claim}\n{statement}", (*place, "verdict", "value", "paper", "smallest_effect", "counts"))  # fmt: skip
 
 
-def _table6(study: Study) -> Iterator[Json]:
-    """T1 to T7: ratios of success@1, as Table 6 has them."""
+def _cases(study: Study, file: Json, family: dict[str, Arm]) -> Iterator[Case]:
+    """Entries of the same loop and kind are evaluated side by side, direction by direction."""
 
-    def ratio(
-        claim: str, statement: str, of: tuple[str, str, str], to: tuple[str, str, str], d: str, below: bool
-    ) -> Json:
-        paper = _paper(of, d) / _paper(to, d)
-        arms = [plain_arm(study, loss, norm) for loss, norm, _ in (of, to)]
-        if arms[0] is None or arms[1] is None:
-            return _row(claim, statement, d, MISSING, Estimate.missing("the study has no such arms"), paper=paper)
-        found = study.ratio(Scored(arms[0], d, of[2]), Scored(arms[1], d, to[2]))
-        return _row(claim, statement, d, judged(found, paper, below), found, paper=paper)
+    def loop(entry: Json) -> str:
+        own = {"id": entry["id"]} if study.kind is not CLIP else {}
+        return repr(own | {k: entry.get(k) for k in ("directions", "trained", "started", "function", "verdicts")})
 
-    for d in ("i2t", "t2i"):
-        yield ratio("T1", "raw dot scores harm symmetric training: sym/dot over sym/cosine",
-                    ("sym", "dot", "dot"), ("sym", "cosine", "cosine"), d, True)  # fmt: skip
-        yield ratio("T2", "a model trained by cosine loses when dot products rank: sym/cosine, dot over cosine",
-                    ("sym", "cosine", "dot"), ("sym", "cosine", "cosine"), d, True)  # fmt: skip
-    for loss, d, other in ONE_WAY:
-        for claim, norm in (("T3", "qnorm"), ("T4", "dot")):
-            yield ratio(claim, f"length helps the trained direction: {loss}/{norm}, dot over cosine",
-                        (loss, norm, "dot"), (loss, norm, "cosine"), d, False)  # fmt: skip
-        yield ratio("T5", f"normalizing the query beats normalizing nothing: {loss}/qnorm over {loss}/dot",
-                    (loss, "qnorm", "dot"), (loss, "dot", "dot"), d, False)  # fmt: skip
-        yield ratio("T6", f"below sym/cosine in its own direction: {loss}/qnorm over sym/cosine",
-                    (loss, "qnorm", "dot"), ("sym", "cosine", "cosine"), d, True)  # fmt: skip
-        pays = ratio("T7", f"the other direction pays: {loss}/qnorm over sym/cosine",
-                     (loss, "qnorm", "dot"), ("sym", "cosine", "cosine"), other, True)  # fmt: skip
-        yield pays
-        lo, hi = pays["value_lo"], pays["value_hi"]
-        dies = MISSING if hi is None else REPRODUCED if hi < DEAD else NOT if lo >= DEAD else UNDERPOWERED
-        yield pays | {
-            "claim": "T7b",
-            "statement": f"it dies (below {DEAD}): {loss}/qnorm over sym/cosine",
-            "verdict": dies,
-        }
+    for _, group in itertools.groupby(file["claims"], key=loop):
+        entries = [{"verdicts": file["verdicts"]} | entry for entry in group]
+        for words in _loop(study, entries[0]):
+            for entry in entries:
+                yield Case(study, entry, words | ({"direction": words["other"]} if "measured" in entry else {}), family)
 
 
-def _paper(of: tuple[str, str, str], direction: str) -> float:
-    return float(getattr(PAPER[of[:2]], f"{of[2]}_{direction}"))
+def _loop(study: Study, entry: Json) -> Iterator[Json]:
+    """Words of the statement, for each direction, arm, or data set and norm."""
+    if study.kind is not CLIP:
+        data = {"first": study.data[:1], "others": study.data[1:], None: [""]}.get(entry.get("data"), study.data)
+        norms = [{"norm": norm} for norm in entry.get("norms", [""])]
+        yield from ({"direction": "q2d", "data": name} | norm for name in data for norm in norms)
+    elif "trained" in entry:
+        for d in entry["trained"]:
+            yield {"trained": d, "direction": d, "other": OPPOSITE[d], "loss": f"asym-{d}"}
+    elif "started" in entry:
+        for arm in study.arms:
+            loss, norm = arm.settings["loss"], arm.settings["norm"]
+            if arm.start and not arm.permuted and arm.settings["i2t_weight"] is None and norm in entry["started"]:
+                words = {"arm": arm.name, "loss": loss, "norm": norm}
+                yield from (words | {"direction": d} for d in arm.trained if study.plain_arm(loss, norm))
+    else:
+        yield from ({"direction": d} for d in entry.get("directions", ["both"]))
 
 
-def _lengths(study: Study) -> Iterator[Json]:
-    """T8: the documents' length, against the control's."""
-    for loss, d, _ in ONE_WAY:
-        arm = plain_arm(study, loss, "qnorm")
-        learned = (study.verdict(arm, d).get("learned") or {}) if arm else {}
-        lo, hi = learned.get("ci") or (None, None)
-        reason = "" if lo is not None else learned.get("reason", "no arm with a control")
-        found = Estimate(learned.get("delta"), lo, hi, len(arm.runs) if arm else 0, reason)
-        verdict = (
-            MISSING if lo is None or hi is None else REPRODUCED if lo > 0 else NOT if hi < SMALL_D else UNDERPOWERED
-        )
-        paper = PAPER[loss, "qnorm"].d_text if d == "i2t" else PAPER[loss, "qnorm"].d_image
-        statement = f"documents' length separates relevant from irrelevant: d(topk) of {loss}/qnorm minus the control's"
-        more = {"paper": paper, "arm_d": learned.get("d_run"), "control_d": learned.get("d_control")}
-        yield _row("T8", statement, d, verdict, found, **more)
+def _compared(case: Case) -> Iterator[Row]:
+    """A ratio or a difference of two sides; "beyond": over, or less, the same of another arm or data set."""
+    entry, words = case.entry, {}
+    sides = [entry["of"], entry["to"]]
+    if beyond := entry.get("beyond"):
+        sides += [side | beyond for side in sides]
+        words = {"data": f"{case.words['data']} less {case.study.data[0]}"} if "data" in beyond else {}
+    scores = [score for side in sides if (score := case.score(side)) is not None]
+    found = NO_SUCH
+    if len(scores) == len(sides):
+        found = case.study.estimate(scores, STATISTICS[entry["statistic"], len(sides)])
+    yield words, case.judge(found), found, {}
 
 
-def _gammas(study: Study) -> Iterator[Json]:
-    """T9: learned exponents at the end, at the encoders' learning rate and at one of their own."""
-    for arm in study.arms:
-        plain = study.is_plain(arm) and arm.i2t_weight == 0.5
-        if arm.settings.norm != "learned" or not plain or not arm.settings.gamma_lr:
-            continue
-        ends = [run.json["trained_with"] for run in arm.runs.values()]
-        off = [max(abs(float(e[k]) - 0.5) for k in ("gamma_q", "gamma_d")) for e in ends]
-        slow = arm.settings.gamma_lr == arm.settings.lr
-        verdict = (REPRODUCED if max(off) <= UNMOVED else NOT) if slow else "control"
-        rate = "the encoders' rate" if slow else f"a rate of {arm.settings.gamma_lr:g}"
-        found = Estimate(max(off), None, None, len(off))
-        yield _row("T9", f"learned exponents stay near 1/2 at {rate}: largest distance", "both", verdict, found,
-                   paper=0.002, arm=arm.name)  # fmt: skip
+# --- learned and useful -----------------------------------------------------------------------------------------------
 
 
-def _benefit(study: Study) -> Iterator[Json]:
-    """T10: whether any arm is useful. That none is shown to be is no evidence where one could be by a twentieth of
-    sym/cosine's success@1: every interval must end below that."""
-    rows = [r for r in verdicts(study).rows if not r["null"] and r["useful"]]
-    told = [r["useful"] for r in rows]
-    small = all(_gains_little(study, row) for row in rows)
-    verdict = MISSING if not told else NOT if "yes" in told else REPRODUCED if small else UNDERPOWERED
-    names = [f"{r['arm']} {r['direction']}" for r in rows if r["useful"] == "yes"]
-    counts = ", ".join(f"{told.count(w)} {w}" for w in ("yes", "open", "not shown"))
-    yield _row("T10", "magnitude is not useful in any arm and trained direction", "both", verdict,
-               Estimate(float(told.count("yes")), None, None, 0), counts=counts, useful=", ".join(names))  # fmt: skip
+def _learned(case: Case) -> Iterator[Row]:
+    """d(topk) of the documents' norms less the control's."""
+    arm = case.arm(case.entry)
+    learned: Json = {"reason": NO_SUCH.reason}
+    if arm is not None:
+        verdict = case.study.verdict(arm, case.words["direction"], case.words.get("data", ""))
+        learned = verdict.get("learned") or verdict
+    found = _reported(learned, len(arm.seeds) if arm else 0)
+    more = {"arm_d": learned.get("d_run"), "control_d": learned.get("d_control")}
+    yield {}, case.judge(found), found, more
 
 
-def _gains_little(study: Study, row: Json) -> bool:
-    """Whether native less sym/cosine's cosine ends below LITTLE of the latter."""
-    baseline = next((a for a in study.arms if a.name == row["baseline"]), None)
-    high = row["native_minus_baseline_cosine_hi"]
-    if baseline is None or high is None:
-        return False
-    return bool(high < LITTLE * (study.spread(Scored(baseline, row["direction"], "cosine")).mean or 0.0))
+def _reported(found: Json, n_seeds: int) -> Estimate:
+    """A difference of a verdict."""
+    lo, hi = found.get("ci") or (None, None)
+    if found.get("delta") is None:
+        return Estimate(None, None, None, n_seeds, found.get("reason") or "no verdict")
+    smallest = None if lo is None or hi is None else DETECTABLE * (hi - lo) / 2 / NORMAL_95
+    return Estimate(found["delta"], lo, hi, n_seeds, smallest=smallest)
 
 
-def _kappa(study: Study) -> Iterator[Json]:
-    """T11: the side of larger (or of smaller) log10 kappa against the better of qnorm and dnorm."""
-    for found in kappa_verdicts(fisher(study).rows):
-        n, p = found["n"], found["p"]
-        decided = n >= 6  # 5 agreements of 5 have p = 0.06
-        verdict = MISSING if not n + found["noise"] else UNDERPOWERED
-        if decided:
-            verdict = REPRODUCED if p < 0.05 and not found["constant"] else NOT
-        counts = f"larger {found['larger']}, smaller {found['smaller']}, within noise {found['noise']}"
-        statement = f"log10 kappa of {found['matrices']} matrices before training says which side to normalize"
-        more = {"counts": counts, "p": p, "constant": found["constant"]}
-        yield _row("T11", statement, "both", verdict, Estimate(None, None, None, 0), **more)
+def _useful(case: Case) -> Iterator[Row]:
+    """Native less cosine's native; beside it the gain over the control's, and native less cosine of the arm itself."""
+    arm = case.arm(case.entry)
+    verdict: Json = {"reason": NO_SUCH.reason}
+    if arm is not None:
+        verdict = case.study.verdict(arm, "q2d", case.words["data"])
+    useful: Json = verdict.get("useful") or verdict
+    n = verdict.get("n_seeds", 0)
+    own = {"delta": useful.get("native_minus_cosine_run"), "ci": useful.get("native_minus_cosine_run_ci")}
+    parts = {"over the control's gain": useful.get("gain") or useful,
+             "over cosine's": useful.get("native_minus_baseline_cosine") or useful,
+             "over its cosine": own | {"reason": useful.get("reason")}}  # fmt: skip
+    found = {name: _reported(part, n) for name, part in parts.items()}
+    shown = found["over cosine's"]
+    place = NOT if any(e.below(0) for e in found.values()) else REPRODUCED if useful.get("verdict") else UNDERPOWERED
+    if shown.lo is None:
+        place = MISSING if shown.value is None else UNDERPOWERED
+    yield {}, case.verdict(place), shown, {"counts": "; ".join(f"{name} {_signed(e)}" for name, e in found.items())}
 
 
-def _start(study: Study) -> Iterator[Json]:
-    """T12: what length gives from a trained start, over what it gives from a random one."""
-    for arm in study.arms:
-        if initial(arm) is None or permuted(arm) or arm.settings.norm not in ("qnorm", "dot"):
-            continue
-        scratch = plain_arm(study, arm.settings.loss, arm.settings.norm)
-        for d in trained(arm) if scratch is not None and arm.settings.i2t_weight is None else []:
-            assert scratch is not None
-            sides = [Scored(a, d, s) for a in (arm, scratch) for s in (NATIVE, "cosine")]
-            found = study.estimate(sides, None, lambda x: x[0] / x[1] / (x[2] / x[3]))
-            verdict = (
-                MISSING if found.lo is None else REPRODUCED if found.lo > 1 else NOT if found.below(1) else UNDERPOWERED
-            )
-            statement = f"native over cosine, from a trained start over from random weights: {arm.name}"
-            yield _row("T12", statement, d, verdict, found)
+def _not_useful(case: Case) -> Iterator[Row]:
+    """Whether any arm is useful. That none is shown to be is evidence only where every interval of native less
+    sym/cosine's cosine ends below ``little`` of the latter."""
+    rows = [r for r in verdicts(case.study).records if not r["null"] and r["useful"]]
+    words, small = [r["useful"] for r in rows], True
+    for row in rows:
+        baseline = next((a for a in case.study.arms if a.name == row["baseline"]), None)
+        high = row["native_minus_baseline_cosine_hi"]
+        own = case.study.spread(Score(baseline, row["direction"], "cosine")).mean if baseline else None
+        small &= high is not None and high < case.entry["little"] * (own or 0.0)
+    place = MISSING if not rows else NOT if "yes" in words else REPRODUCED if small else UNDERPOWERED
+    counts = ", ".join(f"{words.count(w)} {w}" for w in ("yes", "open", "not shown"))
+    useful = ", ".join(f"{r['arm']} {r['direction']}" for r in rows if r["useful"] == "yes")
+    found = Estimate(float(words.count("yes")), None, None, 0)
+    yield {}, case.verdict(place), found, {"counts": counts, "useful": useful}
 
 
-def _repaid(study: Study) -> Iterator[Json]:
-    """B1: corrected minus reversed in the direction that was not trained."""
-    for loss, _, other in ONE_WAY:
-        arm = plain_arm(study, loss, "qnorm")
-        found = Estimate.missing("the study has no such arm")
-        if arm is not None:
-            found = study.difference(Scored(arm, other, CORRECTED), Scored(arm, other, REVERSED))
-        verdict = MISSING if found.lo is None else "yes" if found.above(0) else "no" if found.below(0) else "open"
-        yield _row("B1", f"the correction repays what was not trained: {loss}/qnorm, corrected minus reversed", other,
-                   verdict, found)  # fmt: skip
-
-
-def _both(study: Study) -> Iterator[Json]:
-    """B2: arms that keep both directions, with length learned and useful in a trained one."""
-    said = [(r["arm"], r["learned"], r["useful"]) for r in verdicts(study).rows if not r["null"]]
-    for row in keeps_both(study).rows:
-        lengths = [u for u in said if u[0] == row["arm"]]
-        if row["null"] or not row["by_rule"] or not lengths or not is_number(row["lowest_end"]):
-            continue
-        kept = bool(row["keeps_both"])
-        learned = [u for u in lengths if u[1] == "yes"]  # useful counts in a direction where length was learned
-        helps = next((word for word in ("yes", "open") if any(u[2] == word for u in learned)), "no")
-        verdict = helps if kept and learned else "no"
-        words = f"kept {_yes(kept)}, learned {_yes(bool(learned))}, useful there {helps}"
+def _both(case: Case) -> Iterator[Row]:
+    """Arms that keep both directions, with length learned and useful in a trained one; those that keep most first."""
+    lengths: dict[str, list[Json]] = {}
+    for row in verdicts(case.study).records:
+        if not row["null"]:
+            lengths.setdefault(row["arm"], []).append(row)
+    rows = [r for r in keeps_both(case.study).records if r["arm"] in lengths and r["by_rule"] and not r["null"]]
+    for row in sorted((r for r in rows if is_number(r["lowest_end"])), key=lambda r: -r["lowest_end"]):
+        learned = [r["useful"] for r in lengths[row["arm"]] if r["learned"] == "yes"]  # useful counts where learned
+        helps = next((word for word in ("yes", "open") if word in learned), "no")
+        yes = {True: "yes", False: "no"}
+        words = f"kept {yes[row['keeps_both']]}, learned {yes[bool(learned)]}, useful there {helps}"
+        verdict = helps if row["keeps_both"] and learned else "no"
         found = Estimate(row["lowest_end"], None, None, row["n_seeds"])
-        yield _row("B2", f"both directions kept with magnitude: {row['arm']}, served {row['served']}", "both", verdict,
-                   found, counts=words)  # fmt: skip
+        yield {"arm": row["arm"], "served": row["served"]}, verdict, found, {"counts": words}
 
 
-def _nulls(study: Study) -> Iterator[Json]:
-    """B3: arms trained on permuted pairs."""
-    said = {(r["arm"], r["direction"]): r for r in verdicts(study).rows if r["null"]}
-    for arm in [a for a in study.arms if permuted(a)]:
-        for d in trained(arm):
-            mean = study.mean(Scored(arm, d))
-            first = next(iter(arm.runs.values()))
-            data = first.json["data"]
-            chance = data.get("chance", {}).get(d, 1 / data["n_images"])
-            row = said.get((arm.name, d), {})
-            positive = [k for k in ("learned", "useful") if row.get(k) == "yes"]
-            positive += ["above chance"] if mean.above(chance) else []
-            statement = f"nothing is found where there is nothing: {arm.name}"
-            verdict = "found" if positive else "clean"
-            yield _row("B3", statement, d, verdict, mean, chance=chance, counts=", ".join(positive))
+def _nulls(case: Case) -> Iterator[Row]:
+    """Arms trained on permuted pairs: no verdict may be positive, nor success@1 above chance."""
+    rows = {(r["arm"], r["direction"]): r for r in verdicts(case.study).records if r["null"]}
+    for arm, d in ((a, d) for a in case.study.arms if a.permuted for d in a.trained):
+        data = next(iter(arm.results().values())).json["data"]
+        chance = data.get("chance", {}).get(d, 1 / data["n_images"])
+        found = case.study.mean(Score(arm, d))
+        positive = [k for k in ("learned", "useful") if rows.get((arm.name, d), {}).get(k) == "yes"]
+        positive += ["above chance"] if found.above(chance) else []
+        more = {"chance": chance, "counts": ", ".join(positive)}
+        yield {"arm": arm.name, "direction": d}, "found" if positive else "clean", found, more
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+# --- γ and κ ----------------------------------------------------------------------------------------------------------
+
+
+def _gammas(case: Case) -> Iterator[Row]:
+    """Learned exponents at the end, at the encoders' learning rate and, as a control, at one of their own."""
+    for arm in case.study.arms:
+        plain = case.study.is_whole(arm) and not arm.start and arm.i2t_weight == 0.5
+        rate = arm.settings["gamma_lr"]
+        if arm.settings["norm"] == "learned" and plain and not arm.loss_options and rate:
+            off = [_from_half(run.json["trained_with"]) for run in arm.results().values()]
+            slow = rate == arm.settings["lr"]
+            verdict = case.verdict(REPRODUCED if max(off) <= case.entry["unmoved"] else NOT) if slow else "control"
+            words = {"rate": "the encoders' rate" if slow else f"a rate of {rate:g}"}
+            yield words, verdict, Estimate(max(off), None, None, len(off)), {"arm": arm.name}
+
+
+def _text_gammas(case: Case) -> Iterator[Row]:
+    """The farther γ of every seed from ½; shown is the mean over seeds."""
+    if "learned" not in case.family:
+        yield {}, case.verdict(MISSING), NO_SUCH, {}
+        return
+    ends = [run.json["evaluation"]["native"] for run in case.family["learned"].results().values()]
+    off, moved = [_from_half(end) for end in ends], case.entry["moved"]
+    place = REPRODUCED if min(off) > moved else NOT if max(off) <= moved else UNDERPOWERED
+    means = (f"{k} {sum(float(e[k]) for e in ends) / len(ends):.3f}" for k in ("gamma_q", "gamma_d"))
+    yield {}, case.verdict(place), Estimate(sum(off) / len(off), None, None, len(off)), {"counts": ", ".join(means)}
+
+
+def _from_half(end: Json) -> float:
+    return max(abs(float(end[k]) - 0.5) for k in ("gamma_q", "gamma_d"))
+
+
+def _kappa(case: Case) -> Iterator[Row]:
+    """The side of larger (or of smaller) log10 κ against the better of qnorm and dnorm."""
+    for found in kappa_counts(fisher(case.study).records):
+        place = MISSING if not found["n"] + found["noise"] else UNDERPOWERED
+        if found["n"] >= 6:  # 5 agreements of 5 have p = 0.06
+            place = REPRODUCED if found["p"] < 0.05 and not found["constant"] else NOT
+        counts = f"larger {found['larger']}, smaller {found['smaller']}, within noise {found['noise']}"
+        more = {"counts": counts, "p": found["p"], "constant": found["constant"]}
+        yield {"matrices": found["matrices"]}, case.verdict(place), Estimate(None, None, None, 0), more
+
+
+def kappa_counts(rows: list[Json]) -> list[Json]:
+    """How often "normalize the side of the larger κ" and its opposite name the winning norm, for raw and for normalized
+    matrices: {"matrices", "n", "larger", "smaller", "p", "noise", "constant"}.
+
+    qnorm normalizes the query's side, dnorm the document's. n: rows with κ and a winner beyond noise; noise: rows with
+    κ and none. p: two-sided sign test, as if rows were independent, which seeds of one setting are not. constant: the
+    prediction is the same in every row, and then nothing speaks for κ more than for always naming that norm.
+    """
+    counts = []
+    for kind in ("raw", "normalized"):
+        pairs = [[row.get(f"log10_kappa_{role}_{kind}") for role in ("query", "document")] for row in rows]
+        known = [
+            (a, b, row["winner"]) for (a, b), row in zip(pairs, rows, strict=True) if is_number(a) and is_number(b)
+        ]
+        known = [(a, b, winner) for a, b, winner in known if a != b]
+        decided = [("qnorm" if a > b else "dnorm", winner) for a, b, winner in known if winner in ("qnorm", "dnorm")]
+        agree, n = sum(guess == winner for guess, winner in decided), len(decided)
+        p = float(binomtest(agree, n).pvalue) if n else 1.0
+        counts.append({"matrices": kind, "n": n, "larger": agree, "smaller": n - agree, "p": p,
+                       "noise": len(known) - n, "constant": len({guess for guess, _ in decided}) == 1})  # fmt: skip
+    return counts
+
+
+def _text_kappa(case: Case) -> Iterator[Row]:
+    """One case at most, which decides nothing; its κ and its winner are named."""
+    rows = {row["question"]: row for row in text_fisher(case.study).records}
+    found, row = NO_SUCH, rows.get("q2d", {})
+    if "qnorm" in case.family and "dnorm" in case.family:
+        found = case.over("qnorm", "dnorm")
+    if row.get("status") == "determined":
+        place = UNDERPOWERED if found.lo is not None or found.value is not None else MISSING
+        yield {}, case.verdict(place), found, {"counts": f"one case: {_named(row, found)}"}
+    else:
+        why = row.get("reason") or "nothing was measured before training"
+        if row.get("status") == "undetermined":
+            n, needed, dim = (row.get(k) for k in ("n_available", "n_needed", "dim"))
+            why = f"cannot be asked with {n} pairs at {dim} dimensions: {needed} are needed ({why})"
+        yield {}, case.verdict(MISSING), found._replace(reason=why), {}
+    titles = rows.get("titles", {})
+    if titles.get("status") == "determined":
+        counts = f"κ of titles as queries decides nothing: {_named(titles, found)}"
+        yield {}, case.verdict(UNDERPOWERED), found, {"counts": counts}
+
+
+def _named(row: Json, found: Estimate) -> str:
+    """Whose κ is larger, and which norm won."""
+    words = []
+    for kind in ("raw", "normalized"):
+        query, document = (row.get(f"log10_kappa_{name}") for name in MATRICES if name.endswith(kind))
+        if is_number(query) and is_number(document):
+            side, norm = ("query", "qnorm") if query > document else ("document", "dnorm")
+            words.append(f"{kind}: the {side}'s κ is larger ({query:.2f}, {document:.2f}), which would name {norm}")
+    won = "qnorm won" if found.above(0) else "dnorm won" if found.below(0) else "neither won beyond noise"
+    return "; ".join([*words, won])
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _best(case: Case) -> Iterator[Row]:
+    """qnorm over each other norm; shown is the least difference, over the best other one."""
+    found = dict.fromkeys(("cosine", "dot", "dnorm", "learned"), NO_SUCH)
+    for norm in found if "qnorm" in case.family else ():
+        if norm in case.family:
+            found[norm] = case.over("qnorm", norm)
+    rival = min(found, key=lambda n: (found[n].lo is not None, found[n].value or 0.0))
+    least, words = found[rival], {"norm": f"qnorm over {rival}"}
+    if least.lo is None:
+        place, words = MISSING if least.value is None else UNDERPOWERED, {"norm": "qnorm"}
+    else:
+        below, above = any(e.below(0) for e in found.values()), all(e.above(0) for e in found.values())
+        place = NOT if below else REPRODUCED if above else UNDERPOWERED
+    yield words, case.verdict(place), least, {"counts": "; ".join(f"over {n} {_signed(e)}" for n, e in found.items())}
+
+
+def _documents(case: Case) -> Iterator[Row]:
+    """A number of documents, itself and less the cosine arm's; shown is the difference."""
+    arm, number, data = case.arm(case.entry), case.entry["number"], case.words["data"]
+    own = beside = NO_SUCH
+    if arm is not None:
+        own = case.study.documents(data, number, arm)
+        beside = case.study.documents(data, number, arm, case.family["cosine"])
+    places = {judged(e, case.entry) for e in (own, beside)}
+    place = next((p for p in (MISSING, NOT, UNDERPOWERED) if p in places), REPRODUCED)
+    yield {}, case.verdict(place), beside, {"counts": f"itself {_signed(own)}"}
+
+
+def _delta_cv(case: Case) -> Iterator[Row]:
+    found = case.study.delta_cv(case.words["data"], case.family)
+    yield {}, case.judge(found), found, {}
+
+
+def _signed(found: Estimate) -> str:
+    if found.value is None:
+        return "–"
+    return f"{found.value:+.3f}" + ("" if found.lo is None else f" [{found.lo:+.3f}, {found.hi:+.3f}]")
+
+
+FUNCTIONS: dict[str, Callable[[Case], Iterator[Row]]] = {
+    "compared": _compared, "learned": _learned, "useful": _useful, "not_useful": _not_useful, "both": _both,
+    "nulls": _nulls, "gammas": _gammas, "text_gammas": _text_gammas, "kappa": _kappa, "text_kappa": _text_kappa,
+    "best": _best, "documents": _documents, "delta_cv": _delta_cv,
+}  # fmt: skip

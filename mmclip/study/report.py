@@ -1,14 +1,13 @@
-"""A study as files: every table as CSV, pictures as SVG, and one HTML page that needs nothing else.
+"""A study as files: every table as CSV, pictures, and one HTML page that needs nothing else; and in a few sentences.
 
-The page runs no script and asks nobody for anything; text from settings and data is escaped. It holds for a study that
-is not finished as well: what cannot be computed yet is an empty cell, with its reason in the table's file.
+It holds for a study that is not finished as well: what does not exist yet has its reason beside its table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,192 +22,200 @@ from mmclip.reporting.figures import (
     fractions_figure,
     frontier_figure,
     heat_figure,
+    intervals_figure,
     write_picture,
 )
 from mmclip.reporting.page import page_environment
-from mmclip.reporting.table import is_number
-from mmclip.study import claims as study_claims
-from mmclip.study import judgements as study_judgements
-from mmclip.study import tables as study_tables
-from mmclip.study.arms import Arm
-from mmclip.study.judgements import KEPT
-from mmclip.study.numbers import Study
-from mmclip.study.page import page_tables
-from mmclip.study.sheets import Sheet, page_table, text_cell, write_sheet
-from mmclip.study.summary import summary
-from mmclip.study.tables import DIRECTIONS, SCORINGS
+from mmclip.reporting.table import is_number, rate
+from mmclip.study.claims import claims
+from mmclip.study.estimates import Score, Study
+from mmclip.study.plan import CLIP
+from mmclip.study.tables import DIRECTIONS, KEPT, SCORINGS, TABLES, StudyTable, load_claims
 
 Json = dict[str, Any]
-STUDY_FILE = "study.html"
+PAGE = "study.html"
 LONG = {"i2t": "image → text", "t2i": "text → image"}
-SHEETS = (
-    study_tables.cells,
-    study_tables.table6,
-    study_tables.frontier,
-    study_tables.matrix,
-    study_tables.gammas,
-    study_tables.cv,
-    study_tables.delta_cv,
-    study_tables.fractions,
-    study_judgements.correction,
-    study_judgements.verdicts,
-    study_judgements.keeps_both,
-    study_judgements.pretrained,
-    study_judgements.fisher,
-    study_claims.claims,
-)
+KINDS_OF_VERDICT = {
+    "no": {"found"},
+    "yes": {"reproduced", "Yes", "yes", "clean"},
+    "open": {"open", "underpowered", "Open"},
+}
 
 
-def write_study(
-    arms: Sequence[Arm],
-    folder: Path,
-    *,
-    title: str,
-    failed: Sequence[Mapping[str, Any]] = (),
-    notes: Sequence[str] = (),
-) -> Path:
-    """Write folder/tables/NAME.csv, folder/figures/NAME.svg, and folder/study.html; returns the
-    page's path.
+class Report(NamedTuple):
+    """page: path of the page. lines: what the study says, for a terminal. tables: by name."""
 
-    arms: in the order of the tables; an arm without a finished run is left out. failed: cells that have no result, each
-    a row of what is known of it, "arm", "seed" and "reason" say. notes: sentences of the page's head.
-    Errors: UserError where something cannot be written.
+    page: Path
+    lines: list[str]
+    tables: dict[str, StudyTable]
+
+
+def write_study(study: Study, folder: Path, *, title: str, failed: Sequence[Mapping[str, Any]] = ()) -> Report:
+    """Write folder/tables/NAME.csv, folder/figures/NAME.svg and folder/study.html.
+
+    Args:
+        failed: runs that have no result, with "arm", "seed" and "reason".
+
+    Raises:
+        UserError: something cannot be written.
     """
-    study = Study(arms)
-    sheets = [make(study) for make in SHEETS]
-    folder = Path(folder)
+    tables = {table.name: table for table in (make(study) for make in (claims, *TABLES[study.kind]))}
+    columns = ("arm", "seed", "reason")
+    failures = StudyTable("failed", "Failed runs", columns, [dict(f) for f in failed], "{arm}", columns[1:])
     for part in ("tables", "figures"):
         try:
             (folder / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{printable(folder / part)}: cannot be made: {error.strerror}") from None
-    for sheet in [*sheets, Sheet("failed", ("arm", "seed", "reason"), [dict(f) for f in failed])]:
-        write_sheet(sheet, folder / "tables")
-    rows = {sheet.name: sheet.rows for sheet in sheets}
+    for table in (*tables.values(), failures):
+        table.file().to_csv(folder / "tables" / f"{table.name}.csv")
+    opening, replies = _opening(study), _answers(study, tables["claims"].records)
+    views = {name: table.view() for name, table in {**tables, "failed": failures}.items() if table.records}
     content = {
         "title": printable(title, 120),
-        "notes": [printable(note, 600) for note in notes],
-        "kept": f"{KEPT:.0%}",
+        "text": study.kind is not CLIP,
         "data": _data(study),
-        "counts": _counts(study, failed),
-        "few_seeds": 1 < min((len(arm.runs) for arm in study.arms), default=0) <= 5,
-        "one_seed": [arm.name for arm in study.arms if len(arm.runs) == 1],
-        "summary": summary(rows),
-        "tables": page_tables(rows),
-        "pictures": _pictures(study, rows, folder / "figures"),
-        "failed": _failed(failed),
-        "reasons": {name: _reasons(rows[name]) for name in rows},
+        "counts": f"{len(study.arms)} arms, {sum(len(a.seeds) for a in study.arms)} finished runs, {len(failed)} failed",
+        "few_seeds": min((len(arm.seeds) for arm in study.arms), default=0) <= 5,
+        "opening": opening,
+        "answers": replies,
+        "kept": f"{KEPT:.0%}",
+        "views": views,
+        "pictures": _pictures(study, tables, folder / "figures"),
     }
-    path = folder / STUDY_FILE
     page = page_environment().get_template("study.html.j2").render(content)
-    write_text_atomically(path, page.encode("utf-8", "backslashreplace").decode())
-    return path
+    write_text_atomically(folder / PAGE, page.encode("utf-8", "backslashreplace").decode())
+    lines = [f"{content['data']}: {content['counts']}", opening, *(f"{r['ask']} {r['answer']}" for r in replies)]
+    return Report(folder / PAGE, lines, tables)
 
 
 def _data(study: Study) -> str:
+    if study.kind is not CLIP:
+        return ", ".join(printable(name, 60) for name in study.data) or "no finished run"
     for arm in study.arms:
-        for run in arm.runs.values():
-            data = run.json["data"]
-            counts = " and ".join(
-                f"{data[k]:,} {w}" for k, w in (("n_images", "images"), ("n_texts", "texts")) if k in data
-            )
-            place = printable(Path(str(data.get("path", "–"))).name, 60)
-            return f"{place} [{printable(data.get('split', '–'), 30)}], {counts}"
+        data = next(iter(arm.results().values())).json["data"]
+        counts = " and ".join(
+            f"{data[k]:,} {w}" for k, w in (("n_images", "images"), ("n_texts", "texts")) if k in data
+        )
+        place = printable(Path(str(data.get("path", "–"))).name, 60)
+        return f"{place} [{printable(data.get('split', '–'), 30)}], {counts}"
     return "no finished run"
 
 
-def _counts(study: Study, failed: Sequence[Mapping[str, Any]]) -> str:
-    runs = sum(len(arm.runs) for arm in study.arms)
-    return f"{len(study.arms)} arms, {runs} finished runs, {len(failed)} failed"
+def _opening(study: Study) -> str:
+    """The best arm of each direction or data set, beside its baseline."""
+    places = (
+        [(LONG[d], d, "") for d in DIRECTIONS] if study.kind is CLIP else [(name, "q2d", name) for name in study.data]
+    )
+    arms = [arm for arm in study.arms if not arm.settings.get("permute_pairs")]
+    metric, parts = study.kind.metrics[0], []
+    for place, d, data in places:
+        means = {a: m for a in arms if (m := study.spread(Score(a, d, data=data)).mean) is not None}
+        if means:
+            best = max(means, key=lambda arm: means[arm])
+            base = study.baseline(best)
+            beside = (
+                f", {printable(base.name, 60)} has {rate(means[base])}" if base in means and base is not best else ""
+            )
+            parts.append(f"{place}: {printable(best.name, 60)} is best with {rate(means[best])} {metric}{beside}")
+    return "; ".join(parts) + "." if parts else "No run has finished."
 
 
-def _failed(failed: Sequence[Mapping[str, Any]]) -> Any:
-    """A table of the failed cells, None where there are none."""
-    names = list(dict.fromkeys(key for cell in failed for key in cell if key != "arm"))
-    told = [(str(cell.get("arm", "–")), "", [text_cell(cell.get(key), 300) for key in names]) for cell in failed]
-    return page_table("failed cells", "arm", told, [printable(name, 40) for name in names]) if failed else None
+def _answers(study: Study, rows: Sequence[Json]) -> list[Json]:
+    """Verdicts by question, a null result as one: {"kind": "yes", "no" or "open", "ask", "answer"}."""
+    replies = []
+    for question in load_claims(study.kind)["questions"]:
+        mine = [r for r in rows if r["claim"] in question["claims"]]
+        words = [r["verdict"] for r in mine]
+        counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words)) or "no arm for it"
+        shown = [_number(r) for r in mine] if len(question["claims"]) == 1 else []
+        more = f": {'; '.join(filter(None, shown[:2]))}" if any(shown[:2]) else ""
+        kind = next((k for k, of in KINDS_OF_VERDICT.items() if of & set(words)), "open")
+        replies.append({"kind": kind, "ask": question["ask"], "answer": f"{counts}{printable(more, 300)}."})
+    return replies
 
 
-def _reasons(rows: Sequence[Json]) -> list[str]:
-    """What is missing from a table and why, an arm's names together."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        if row.get("reason"):
-            name = row.get("arm") or row.get("claim") or row.get("paper_config") or row.get("qnorm_arm") or "–"
-            found.setdefault(row["reason"], []).append(str(name))
-    return [printable(f"{', '.join(dict.fromkeys(names))}: {reason}.", 400) for reason, names in found.items()]
+def _number(row: Json) -> str:
+    """The numbers of a claim: its value with its interval, or its counts."""
+    if row.get("counts"):
+        return f"{row['statement'].partition(': ')[2]} {row['counts']}".strip()
+    ends = f" [{rate(row['value_lo'])}, {rate(row['value_hi'])}]" if is_number(row["value_lo"]) else ""
+    return f"{row.get('direction', '')} {rate(row['value'])}{ends}" if is_number(row["value"]) else ""
 
 
-def _pictures(study: Study, rows: Mapping[str, Sequence[Json]], folder: Path) -> dict[str, list[Picture]]:
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _pictures(study: Study, tables: Mapping[str, StudyTable], folder: Path) -> dict[str, list[Picture]]:
+    rows = {name: table.records for name, table in tables.items()}
+    if study.kind is not CLIP:
+        return {"differences": _differences(study, rows["differences"], folder)}
     return {
-        "frontier": _frontier(study, rows["frontier"], rows["keeps_both"], folder),
+        "frontier": _frontier(study, rows["frontier"], {r["baseline"] for r in rows["keeps_both"]}, folder),
         "matrix": _heat_maps(rows["matrix"], folder),
         "gamma": _gammas(rows["gamma"], folder),
         "fractions": _fractions(rows["fractions"], folder),
     }
 
 
-def _frontier(study: Study, rows: Sequence[Json], kept: Sequence[Json], folder: Path) -> list[Picture]:
-    """Arms on all data with right pairs: the others would only stretch the axes."""
-    shown = {arm.name for arm in study.arms if study.is_whole(arm)}
-    baselines = {row["baseline"] for row in kept if row["arm"] in shown}
-    points = []
+def _frontier(study: Study, rows: Sequence[Json], baselines: set[str], folder: Path) -> list[Picture]:
+    """Arms on all data with right pairs. Bars: one sd over seeds; of one seed half of the interval over queries."""
+    whole, points = {arm.name for arm in study.arms if study.is_whole(arm)}, []
     for native, corrected in zip(rows[::2], rows[1::2], strict=True):
-        at, also = (tuple(row[f"{d}_mean"] for d in ("t2i", "i2t")) for row in (native, corrected))
-        sd = tuple(native[f"{d}_sd"] for d in ("t2i", "i2t"))
-        if native["arm"] in shown and None not in at:
-            name, norm, weight = native["arm"], native["norm"], native["i2t_weight"]
-            bars, other = (None if None in pair else pair for pair in (sd, also))
-            points.append(Point(native["number"], name, norm, weight, at, bars, other, name in baselines))
+        at, also, bars = [], [], []
+        for d in ("t2i", "i2t"):
+            at.append(native[f"{d}_mean"])
+            also.append(corrected[f"{d}_mean"])
+            lo, hi, sd = (native[f"{d}_{end}"] for end in ("lo", "hi", "sd"))
+            bars.append(sd if sd is not None else (hi - lo) / 2 if lo is not None else None)
+        if native["arm"] in whole and None not in at:
+            error, other = (None if x[0] is None or x[1] is None else (x[0], x[1]) for x in (bars, also))
+            about = (native["number"], native["arm"], native["norm"], native["i2t_weight"])
+            points.append(Point(*about, (at[0], at[1]), error, other, native["arm"] in baselines))
     if not points:
         return []
     alt = f"Frontier of {len(points)} arms: success@1 of text to image across, of image to text up."
     caption = (
-        "Up and to the right is better. Filled: native, bars one standard deviation over seeds; half filled: "
-        f"corrected. Squares in the text's colour: sym/cosine; dashed: {KEPT:.0%} of it. Arms on less data or permuted pairs: see the table."
+        "Up and to the right is better. Filled: native, with bars of one standard deviation over seeds, of one seed half "
+        f"of the interval over queries; half filled: corrected. Dashed: {KEPT:.0%} of sym/cosine. Arms that another "
+        "one exceeds in both directions are grey."
     )
     return [write_picture(frontier_figure(points, KEPT), folder, "frontier", alt, caption)]
 
 
 def _heat_maps(rows: Sequence[Json], folder: Path) -> list[Picture]:
     values = {
-        d: np.array([[_or_nan(row[f"{s}_mean"]) for s in SCORINGS] for row in rows if row["direction"] == d])
+        d: np.array(
+            [[np.nan if (v := r[f"{s}_mean"]) is None else v for s in SCORINGS] for r in rows if r["direction"] == d]
+        )
         for d in DIRECTIONS
     }
     if not rows or not all(np.isfinite(v).any() for v in values.values()):
         return []
     top = max(float(np.nanmax(v)) for v in values.values()) or 1.0
-    names = list(dict.fromkeys(row["arm"] for row in rows))
-    return [
-        write_picture(
-            heat_figure(names, SCORINGS, values[d], top),
-            folder,
-            f"matrix-{d}",
-            f"Heat map of success@1, {LONG[d]}: arms down, scorings across.",
-            f"{LONG[d]}: trained with, down; scored with, across. Both pictures have one scale, 0 to {top:.2f}.",
-        )
-        for d in DIRECTIONS
-    ]
-
-
-def _or_nan(value: Any) -> float:
-    return float(value) if is_number(value) else float("nan")
+    names, pictures = list(dict.fromkeys(r["arm"] for r in rows)), []
+    for d in DIRECTIONS:
+        alt = f"Heat map of success@1, {LONG[d]}: arms down, scorings across."
+        caption = f"{LONG[d]}: trained with, down; scored with, across. Both pictures have one scale, 0 to {top:.2f}."
+        figure = heat_figure(names, SCORINGS, values[d], top)
+        pictures.append(write_picture(figure, folder, f"matrix-{d}", alt, caption))
+    return pictures
 
 
 def _gammas(rows: Sequence[Json], folder: Path) -> list[Picture]:
     """Means over seeds at the steps that all of an arm's seeds logged."""
     series = []
-    for number, name in enumerate(dict.fromkeys(row["arm"] for row in rows)):
-        mine = [row for row in rows if row["arm"] == name]
-        n = len({row["seed"] for row in mine})
-        for key, dashed in (("gamma_q", False), ("gamma_d", True)):
+    for number, name in enumerate(dict.fromkeys(r["arm"] for r in rows)):
+        mine = [r for r in rows if r["arm"] == name]
+        n = len({r["seed"] for r in mine})
+        for key in ("gamma_q", "gamma_d"):
             at: dict[int, list[float]] = {}
-            for row in mine:
-                at.setdefault(row["step"], []).append(row[key])
-            steps = sorted(step for step, values in at.items() if len(values) == n)
-            means = [float(np.mean(at[step])) for step in steps]
-            series.append(Series("" if dashed else name, number, dashed, steps, means))
-    if not series:
+            for r in mine:
+                at.setdefault(r["step"], []).append(r[key])
+            means = {step: float(np.mean(at[step])) for step in sorted(at) if len(at[step]) == n}
+            label = name if key == "gamma_q" else ""
+            series.append(Series(label, number, key == "gamma_d", list(means), list(means.values())))
+    if not any(one.steps for one in series):
         return []
     caption = "γq; dashed: γd. Means over seeds."
     return [write_picture(curves_figure(series, "γ"), folder, "gamma", "γ over steps.", caption)]
@@ -218,11 +225,29 @@ def _fractions(rows: Sequence[Json], folder: Path) -> list[Picture]:
     """Native, and corrected where the direction was not trained."""
     pictures = []
     for d in DIRECTIONS:
-        shown = [r for r in rows if r["direction"] == d and r["success@1_mean"] is not None]
-        trained = {r["arm"] for r in shown if (r["i2t_weight"] if d == "i2t" else 1 - r["i2t_weight"]) > 0}
-        shown = [r for r in shown if r["scoring"] == NATIVE or (r["scoring"] == CORRECTED and r["arm"] not in trained)]
+        known = [r for r in rows if r["direction"] == d and r["success@1_mean"] is not None]
+        trained = {r["arm"] for r in known if (r["i2t_weight"] if d == "i2t" else 1 - r["i2t_weight"]) > 0}
+        shown = [r for r in known if r["scoring"] == NATIVE or (r["scoring"] == CORRECTED and r["arm"] not in trained)]
         if shown:
             alt = f"success@1, {LONG[d]}, over the share of the training data."
             caption = f"{LONG[d]}; bars: one sd over seeds."
             pictures.append(write_picture(fractions_figure(shown), folder, f"fractions-{d}", alt, caption))
+    return pictures
+
+
+def _differences(study: Study, rows: Sequence[Json], folder: Path) -> list[Picture]:
+    """nDCG@10 less cosine's, a picture a data set, in the same scale."""
+    shown = [r for r in rows if r["scoring"] == NATIVE and is_number(r["ndcg@10_lo"])]
+    ends = [0.0, *(r[f"ndcg@10_{end}"] for r in shown for end in ("lo", "hi"))]
+    limits, pictures = (min(ends) - 0.005, max(ends) + 0.005), []
+    for i, data in enumerate(study.data):
+        mine = [r for r in shown if r["data"] == data]
+        if mine:
+            values, bands = [r["ndcg@10"] for r in mine], [r["ndcg@10_smallest"] for r in mine]
+            cis = [[r["ndcg@10_lo"], r["ndcg@10_hi"]] for r in mine]
+            figure = intervals_figure([r["arm"] for r in mine], values, cis, bands, "nDCG@10 less cosine's", limits)
+            where = f"{data}, {'out of' if i else 'in'} domain"
+            alt = f"nDCG@10 of {len(mine)} norms less cosine's on {where}, with intervals."
+            caption = f"{where}: native nDCG@10 less cosine's; grey: differences too small to be detected."
+            pictures.append(write_picture(figure, folder, f"differences-{data}", alt, caption))
     return pictures

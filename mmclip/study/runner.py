@@ -1,16 +1,14 @@
-"""Run a study's cells, several at once, each a process of its own: one that fails takes no other along."""
+"""Train the runs of a study, several at once, each a process of its own: a failure stops no other run."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,122 +17,113 @@ import yaml
 
 from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.results import RESULTS_FILE
-from mmclip.io import write_text_atomically
-from mmclip.study.plan import Cell
+from mmclip.evaluation.results import NATIVE
+from mmclip.io import lock_folder, write_text_atomically
+from mmclip.study.arms import read_run
+from mmclip.study.plan import SECONDS_FILE, StudyRun, is_finished, seconds_of
 from mmclip.training.log import METRICS
 from mmclip.training.signals import SignalHandler
 
 Json = dict[str, Any]
-SECONDS_FILE = "seconds.json"  # how long a cell took, all of its attempts together
-OUTPUT_FILE = "output.txt"  # what a cell said
+OUTPUT_FILE = "output.txt"  # what a run printed
 POLL = 0.2
-STOP_SECONDS = 60.0  # for a cell to save itself
-
-
-def is_finished(cell: Cell) -> bool:
-    return (cell.folder / RESULTS_FILE).is_file()
-
-
-def seconds_of(cell: Cell) -> float | None:
-    """How long a finished cell took; None where that is not known."""
-    try:
-        seconds = float(json.loads((cell.folder / SECONDS_FILE).read_text(encoding="utf-8"))["seconds"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-    return seconds if math.isfinite(seconds) else None
+STOP_SECONDS = 60.0  # for a run to save itself
 
 
 @dataclass
-class _Running:
-    cell: Cell
+class _Process:
+    run: StudyRun
     slot: int
     process: subprocess.Popen[str]
     output: TextIO
+    task: Any
     since: float = field(default_factory=time.monotonic)
-    task: Any = None
 
 
-class StudyRun:
-    """Trains what is not finished. ``failed``: cell -> why, also of cells whose initial run failed."""
+def run_study(
+    runs: Sequence[StudyRun], command: Sequence[str], jobs: int, devices: Sequence[str] = (), threads: int = 1
+) -> tuple[dict[StudyRun, str], int]:
+    """Train what is not finished, to the end or until a signal.
 
-    def __init__(self, cells: Sequence[Cell], script: Path, jobs: int, devices: Sequence[str], threads: int) -> None:
-        """script: train_clip.py. devices: of CUDA_VISIBLE_DEVICES, a job each in turn; none on a CPU."""
-        self.cells, self.script, self.jobs, self.devices, self.threads = cells, script, jobs, devices, threads
-        self.failed: dict[Cell, str] = {}
-        self.running: list[_Running] = []
-        self.waiting = [c for c in cells if not is_finished(c)]
-        self.done = len(cells) - len(self.waiting)
+    Args:
+        command: of a training, before its --config.
+        jobs: runs at once.
+        devices: values of CUDA_VISIBLE_DEVICES, for a job each in turn; none on a CPU.
+        threads: of a run.
 
-    def run(self, finished: Callable[[Cell], str]) -> int:
-        """Run to the end; ``finished`` says a cell's numbers in a few words, or raises UserError or OSError where its
-        files are not whole. Returns 0, or the signal that ended it."""
-        for cell in self.cells:
-            if is_finished(cell) and not is_locked(cell.folder):  # by a study that was killed before it could tidy up
-                _tidy(cell)
-        with SignalHandler() as handler, progress_bar() as bar:
-            whole = bar.add_task("study", total=len(self.cells), completed=self.done, note="")
-            told = -math.inf
+    Returns:
+        (run -> reason of its failure, or of that of the run it starts from; number of the signal, 0 for none)
+    """
+    runner = _Runner(runs, command, jobs, devices, threads)
+    return runner.failed, runner.train()
+
+
+class _Runner:
+    def __init__(
+        self, runs: Sequence[StudyRun], command: Sequence[str], jobs: int, devices: Sequence[str], threads: int
+    ) -> None:
+        self.runs, self.command, self.jobs, self.devices, self.threads = runs, command, jobs, devices, threads
+        self.failed: dict[StudyRun, str] = {}
+        self._active: list[_Process] = []
+        self._waiting = [run for run in runs if not is_finished(run)]
+
+    def train(self) -> int:
+        with SignalHandler() as handler, progress_bar() as self._bar:
+            whole, waited = self._bar.add_task("study", total=len(self.runs), note=""), False
             try:
-                while (self.waiting or self.running) and not handler.signum:
-                    self._start(bar)
-                    if self.waiting and not self.running and time.monotonic() - told > 60:
-                        told = time.monotonic()
-                        self._say(bar, "waiting for runs of this study that another process trains")
-                    for run in list(self.running):
-                        self._watch(run, bar, finished)
-                    bar.update(whole, completed=self.done, note=self._note())
+                while (self._waiting or self._active) and not handler.signum:
+                    self._start()
+                    if self._waiting and not self._active and not waited:
+                        waited = True
+                        self._say("waiting for runs of this study that another process trains")
+                    for process in list(self._active):
+                        self._watch(process)
+                    note = f"{len(self.failed)} failed" if self.failed else ""
+                    self._bar.update(whole, completed=self._done, note=note)
                     time.sleep(POLL)
             finally:
                 self._stop_all()
-            bar.update(whole, completed=self.done, note=self._note())
         return handler.signum
 
-    def _note(self) -> str:
-        return f"{len(self.failed)} failed" if self.failed else ""
+    @property
+    def _done(self) -> int:
+        return sum(map(is_finished, self.runs))
 
-    def _say(self, bar: Any, text: str) -> None:
-        if bar.disable:
+    def _say(self, text: str) -> None:
+        if self._bar.disable:
             print(text, file=sys.stderr, flush=True)
         else:
-            bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, markup=False, highlight=False)
 
-    # --- one cell -------------------------------------------------------------------------------------------------
-
-    def _start(self, bar: Any) -> None:
-        """Fill the free jobs with cells whose initial cell is finished and which nobody else trains."""
-        for cell in list(self.waiting):
-            if len(self.running) >= self.jobs:
+    def _start(self) -> None:
+        """Fill free jobs with runs whose initial run is finished and which no process of an earlier study trains."""
+        for run in list(self._waiting):
+            if len(self._active) >= self.jobs:
                 return
-            if is_finished(cell):  # by another process
-                self.waiting.remove(cell)
-                self.done += 1
-                continue
-            if cell.initial in self.failed:
-                self.waiting.remove(cell)
-                self._fail(cell, f"its initial run failed: {cell.initial.name}" if cell.initial else "", bar)
-                continue
-            if (cell.initial is not None and not is_finished(cell.initial)) or is_locked(cell.folder):
-                continue
-            self.waiting.remove(cell)
-            self._launch(cell, bar)
+            initial = run.initial
+            if initial in self.failed:
+                self._waiting.remove(run)
+                self._fail(run, f"its initial run failed: {initial.name if initial else ''}")
+            elif not (initial is not None and not is_finished(initial)) and _is_free(run.folder):
+                self._waiting.remove(run)
+                if not is_finished(run):
+                    self._launch(run)
 
-    def _launch(self, cell: Cell, bar: Any) -> None:
-        slot = min(set(range(self.jobs)) - {r.slot for r in self.running})
-        plans = cell.folder.parent.parent / "settings"
-        plans.mkdir(parents=True, exist_ok=True)
-        plan = plans / f"{cell.folder.name}.yaml"
-        write_text_atomically(plan, yaml.safe_dump(cell.settings.to_dict(), sort_keys=False))
-        command = [sys.executable, str(self.script), "--config", str(plan)]
-        if (cell.folder / "config.yaml").is_file():
+    def _launch(self, run: StudyRun) -> None:
+        slot = min(set(range(self.jobs)) - {p.slot for p in self._active})
+        settings = run.folder.parent.parent / "settings"
+        settings.mkdir(parents=True, exist_ok=True)
+        path = settings / f"{run.folder.name}.yaml"
+        write_text_atomically(path, yaml.safe_dump(run.config.to_dict(), sort_keys=False))
+        command = [*self.command, "--config", str(path)]
+        if (run.folder / "config.yaml").is_file():
             command += ["--resume", "latest"]
-        elif cell.folder.exists():  # killed before it had begun
-            shutil.rmtree(cell.folder)
-        environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(self.threads))
+        else:  # killed before it had begun
+            shutil.rmtree(run.folder, ignore_errors=True)
+        environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[slot % len(self.devices)]
-        output = open(plans / f"{cell.folder.name}.{OUTPUT_FILE}", "w", encoding="utf-8")  # noqa: SIM115
+        output = open(settings / f"{run.folder.name}.{OUTPUT_FILE}", "w", encoding="utf-8")  # noqa: SIM115
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -142,94 +131,99 @@ class StudyRun:
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is the study's, which tells its cells
+            start_new_session=True,  # Ctrl-C is the study's, which stops its runs
         )
-        run = _Running(cell, slot, process, output)
-        run.task = bar.add_task(f"  {printable(cell.name, 48)}", total=None, note="starting")
-        self.running.append(run)
+        task = self._bar.add_task(f"  {printable(run.name, 48)}", total=None, note="starting")
+        self._active.append(_Process(run, slot, process, output, task))
 
-    def _watch(self, run: _Running, bar: Any, finished: Callable[[Cell], str]) -> None:
-        code = run.process.poll()
+    def _watch(self, active: _Process) -> None:
+        run, code = active.run, active.process.poll()
         if code is None:
-            line = last_line(run.cell.folder / METRICS)
-            if line:
-                total = max(run.cell.settings.epochs, line.get("epoch", 0) + 1)
-                note = f"step {line['step']}"
-                bar.update(run.task, total=total, completed=line.get("epoch", 0), note=note)
+            if line := _progress(run.folder / METRICS):
+                epoch = line.get("epoch", 0)
+                total, note = max(run.config.epochs, epoch + 1), f"step {line.get('step')}"
+                self._bar.update(active.task, total=total, completed=epoch, note=note)
             return
-        self._leave(run)
-        bar.remove_task(run.task)
-        spent = time.monotonic() - run.since
-        if code == 0 and is_finished(run.cell):
-            try:
-                told = finished(run.cell)
-            except (UserError, OSError) as error:
-                self._fail(run.cell, str(error), bar)
-                return
-            self.done += 1
-            write_text_atomically(
-                run.cell.folder / SECONDS_FILE, json.dumps({"seconds": spent + (seconds_of(run.cell) or 0.0)})
-            )
-            _tidy(run.cell)
-            self._say(bar, f"[{self.done}/{len(self.cells)}] {printable(run.cell.name, 80)}: {told}  {spent:.0f} s")
-        else:
-            self._fail(run.cell, _reason(Path(run.output.name), code), bar)
+        self._leave(active)
+        self._bar.remove_task(active.task)
+        if code != 0 or not is_finished(run):
+            self._fail(run, _reason(Path(active.output.name), code))
+            return
+        try:
+            numbers = _numbers(run)
+        except (UserError, OSError) as error:
+            self._fail(run, str(error))
+            return
+        spent = time.monotonic() - active.since
+        seconds = json.dumps({"seconds": spent + (seconds_of(run) or 0.0)})
+        write_text_atomically(run.folder / SECONDS_FILE, seconds)
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # model/ holds what is evaluated
+        self._say(f"[{self._done}/{len(self.runs)}] {printable(run.name, 80)}: {numbers}  {spent:.0f} s")
 
-    def _fail(self, cell: Cell, why: str, bar: Any) -> None:
-        self.failed[cell] = why
-        self._say(bar, f"failed: {printable(cell.name, 80)}: {printable(why, 400)}")
+    def _fail(self, run: StudyRun, why: str) -> None:
+        self.failed[run] = why
+        self._say(f"failed: {printable(run.name, 80)}: {printable(why, 400)}")
 
-    def _leave(self, run: _Running) -> None:
-        self.running.remove(run)
-        run.output.close()
+    def _leave(self, active: _Process) -> None:
+        self._active.remove(active)
+        active.output.close()
 
     def _stop_all(self) -> None:
-        """Have every running cell save itself and leave; whoever does not within a minute is killed."""
-        for run in self.running:
-            run.process.terminate()
+        """Have every run save itself and end; one that does not within a minute is killed."""
+        for active in self._active:
+            active.process.terminate()
         until = time.monotonic() + STOP_SECONDS
-        for run in list(self.running):
+        for active in list(self._active):
             try:
-                run.process.wait(max(0.1, until - time.monotonic()))
+                active.process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                run.process.kill()
-                run.process.wait()
-            self._leave(run)
+                active.process.kill()
+                active.process.wait()
+            self._leave(active)
 
 
-def _tidy(cell: Cell) -> None:
-    """Drop a finished cell's checkpoints: model/ holds what is looked at."""
-    shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
+def remove_damaged(runs: Sequence[StudyRun]) -> None:
+    """Remove finished runs that cannot be read, so that they are trained again."""
+    for run in filter(is_finished, runs):
+        try:
+            read_run(run)
+        except (UserError, OSError) as error:
+            print(f"{printable(run.name, 80)}: damaged, is trained again: {printable(error, 400)}", file=sys.stderr)
+            shutil.rmtree(run.folder)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no other process trains this run, such as one that outlived a study that was killed."""
+    if not folder.exists():
+        return True
+    try:
+        lock = lock_folder(folder)
+    except UserError:
+        return False
+    if lock is not None:
+        lock.close()
+    return True
+
+
+def _numbers(run: StudyRun) -> str:
+    """A finished run in a few words: the first metric of each data set and direction."""
+    sets = read_run(run)[0].items()
+    values = [(f"{name} {d}".strip(), r.json["retrieval"][d][NATIVE]) for name, r in sets for d in r.json["retrieval"]]
+    return "  ".join(f"{name} {value[run.kind.metrics[0]]:.3f}" for name, value in values)
 
 
 def _reason(output: Path, code: int) -> str:
-    """The last line that says an error, else the last line."""
+    """The last line that is an error, else the last line."""
     lines = [x.strip() for x in output.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
     errors = [x.removeprefix("error: ") for x in lines if x.startswith("error: ")]
     how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{(errors or lines or ['it said nothing'])[-1]} ({how}; {output})"
+    return f"{(errors or lines or ['without output'])[-1]} ({how}; {output})"
 
 
-def last_line(path: Path) -> Json | None:
-    """The last whole line of metrics.jsonl, read from its end."""
+def _progress(path: Path) -> Json:
+    """The last whole line of metrics.jsonl."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
-            lines = file.read().decode("utf-8", "replace").splitlines(keepends=True)
-        whole = [x for x in lines if x.endswith("\n")]
-        found = json.loads(whole[-1])
-        return found if isinstance(found, dict) and "step" in found else None
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether another process writes this run, such as one that outlived an earlier study."""
-    try:
-        with open(folder / ".lock", "r+", encoding="utf-8") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:
-        return False
-    return False
+        line = json.loads(path.read_text(encoding="utf-8").rpartition("\n")[0].rpartition("\n")[2])
+        return line if isinstance(line, dict) else {}
+    except (OSError, ValueError):
+        return {}

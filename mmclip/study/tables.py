@@ -1,274 +1,581 @@
-"""A study's tables that describe: what ran, the paper's Table 6, the frontier, scorings, γ, CV, data fractions."""
+"""A study's tables: records of plain values, which their CSV files hold, and how a page or a terminal shows them.
+
+Columns follow a convention: NAME_mean and NAME_sd over seeds, NAME with NAME_lo and NAME_hi of an estimate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, Literal
 
-from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.reporting.table import is_number
-from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMS, LOSS_WEIGHTS
-from mmclip.study.arms import COSMETIC, MEASURING, Arm
-from mmclip.study.numbers import (
-    Scored,
-    Spread,
-    Study,
-    curriculum,
-    fraction,
-    initial,
-    permuted,
-    served,
-    spread,
-)
-from mmclip.study.sheets import Sheet, interval_columns, spread_columns
+import yaml
+
+from mmclip.config.parser import CONFIGS
+from mmclip.errors import printable
+from mmclip.evaluation.measures import value_at
+from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
+from mmclip.metrics.bootstrap import Estimate
+from mmclip.reporting.table import Cell, Table, is_number, rate, signed, span, text_cell
+from mmclip.roles import CLIP_DIRECTIONS, LOSS_WEIGHTS
+from mmclip.study.arms import Arm
+from mmclip.study.estimates import Score, Spread, Study, spread
+from mmclip.study.plan import CLIP, EVALUATIONS, TEXT, Kind
 
 Json = dict[str, Any]
+Record = Mapping[str, Any]  # values, Spreads and Estimates by name
+DIRECTIONS = CLIP.directions
 SIDES = ("image", "text")
-DIRECTIONS = [d.value for d in CLIP_DIRECTIONS]
-SCORINGS = (*FIXED_NORMS, NATIVE, REVERSED, CORRECTED)
+SCORINGS = ("cosine", "dot", "qnorm", "dnorm", NATIVE, REVERSED, CORRECTED)
+MATRICES = tuple(f"{role}_{kind}" for role in ("query", "document") for kind in ("raw", "normalized"))
+KEPT = 0.95  # share of sym/cosine's success@1 that a direction must keep, by the interval's lower end
+WORDS = {True: "yes", False: "not shown", None: "open"}
+NO_BASELINE = Estimate.missing("no baseline: a sym/cosine arm on the same data")
+# Settings that differ within an arm, or do not make it what it is
+OF_A_RUN = (*CLIP.cosmetic, *CLIP.measuring, "seed", "init_from", "loss", "i2t_weight")
+SIGNED = ("minus", "difference", "gain", "change", "d_topk", "d_corpus", "d_arm", "d_control", "count")
+MARKS: dict[str, Literal["up", "down"]] = {"yes": "up", "Yes": "up", "reproduced": "up", "clean": "up", "no": "down",
+                                           "No": "down", "not reproduced": "down", "found": "down"}  # fmt: skip
 
 
-class PaperRow(NamedTuple):
-    """A row of Table 6 of Feng & Watanabe 2026, arXiv 2602.09229: CLIP from scratch on COCO. Cohen's d, whose reference
-    set the paper does not fully specify, and R@1 in percent."""
+@dataclass
+class StudyTable:
+    """Records under a name, and their view.
+
+    Attributes:
+        name: of the CSV file; title: of the view.
+        first: columns that stand first in the file, whether a record has them or not.
+        records: plain values by column; "reason" says why values are missing.
+        head: format of a record's row head, its explanation in a second line.
+        shown: names of the view's columns; "NAME/OTHER" has another value beside it.
+    """
 
     name: str
-    loss: str
-    norm: str
-    d_image: float
-    d_text: float
-    cosine_i2t: float
-    cosine_t2i: float
-    dot_i2t: float
-    dot_t2i: float
+    title: str
+    first: Sequence[str]
+    records: list[Json]
+    head: str
+    shown: Sequence[str]
+
+    def view(self) -> Table:
+        """Rounded numbers with their intervals; notes say what is missing and why."""
+        heads = [self.head.format_map({k: text_cell(v, 160).text for k, v in r.items()}) for r in self.records]
+        missing: dict[str, list[str]] = {}
+        for head, record in zip(heads, self.records, strict=True):
+            if record.get("reason"):
+                missing.setdefault(record["reason"], []).append(head.partition("\n")[0])
+        rows = [(h, [_cell(r, name) for name in self.shown]) for h, r in zip(heads, self.records, strict=True)]
+        notes = [printable(f"{', '.join(dict.fromkeys(names))}: {why}.", 400) for why, names in missing.items()]
+        columns = [name.partition("/")[0].replace("_minus_", " less ").replace("_", " ") for name in self.shown]
+        return Table(self.title, ["", *columns], rows, notes)
+
+    def file(self) -> Table:
+        return Table.of_records(self.title, self.records, self.first)
 
 
-PAPER_TABLE6 = (
-    PaperRow("Norm (Sym)", "sym", "cosine", -0.55, -0.30, 38.4, 28.0, 32.8, 26.3),
-    PaperRow("NoNorm (Sym)", "sym", "dot", -0.65, -0.06, 23.4, 19.1, 25.1, 19.5),
-    PaperRow("ImgNorm-I2T", "asym-i2t", "qnorm", 5.72, 1.83, 30.5, 0.3, 32.1, 0.3),
-    PaperRow("NoNorm-I2T", "asym-i2t", "dot", -0.49, 0.58, 18.0, 12.4, 21.2, 9.6),
-    PaperRow("TxtNorm-T2I", "asym-t2i", "qnorm", 2.11, 10.89, 1.9, 17.6, 0.2, 23.4),
-    PaperRow("NoNorm-T2I", "asym-t2i", "dot", 1.31, 1.21, 8.6, 13.5, 6.9, 16.7),
-)
-OF_A_RUN = (*COSMETIC, *MEASURING, "seed", "init_from")  # differ within an arm, or do not make it what it is
-TABLE6_RATES = [(scoring, direction) for scoring in ("cosine", "dot") for direction in DIRECTIONS]
+def _cell(record: Json, name: str) -> Cell:
+    """A column's cell by the convention of its names; differences are signed and marked by their side of no effect."""
+    name, _, other = name.partition("/")
+    value = record.get(f"{name}_mean", record.get(name))
+    beside = f"{other.partition('_')[0]} {_cell(record, other).text}" if is_number(record.get(other)) else ""
+    if not is_number(value):
+        cell = text_cell(value, 200)
+        cell.kind = cell.kind or MARKS.get(cell.text, "")
+        return cell
+    ratio, sign = "ratio" in name or name == "delta_cv", any(part in name for part in SIGNED)
+    text = signed(value) if sign else rate(value) if isinstance(value, float) and abs(value) < 10 else f"{value:.0f}"
+    sd, lo, hi = (record.get(f"{name}_{end}") for end in ("sd", "lo", "hi"))
+    if not is_number(lo) or not is_number(hi):
+        return Cell(text, " · ".join(filter(None, (f"±{rate(sd)}" if is_number(sd) else "", beside))))
+    around = (KEPT if "ratio" in name else 1.0) if ratio else 0.0
+    side: Literal["up", "down", "noise"] = "up" if lo > around else "down" if hi < around else "noise"
+    return Cell(text, " · ".join(filter(None, (span([lo, hi]), beside))), side if ratio or sign else "")
 
 
-def setting_columns(arm: Arm) -> Json:
-    """What an arm is, by its settings."""
-    return {
-        "arm": arm.name,
-        "loss": arm.settings.loss,
-        "i2t_weight": arm.i2t_weight,
-        "norm": arm.settings.norm,
-        "curriculum": curriculum(arm),
-        "train_fraction": fraction(arm),
-        "permute_pairs": permuted(arm),
-        "initial": initial(arm),
-    }
+def plain_values(record: Record) -> Json:
+    """A record with the columns of its Spreads and Estimates.
 
-
-def cells(study: Study) -> Sheet:
-    """Every run."""
-    rows = []
-    for arm in study.arms:
-        for seed, run in sorted(arm.runs.items()):
-            lines = arm.logs.get(seed) or [{}]
-            facts = run.json["trained_with"]
-            row = setting_columns(arm) | {
-                "seed": seed,
-                "gamma_q": facts.get("gamma_q"),
-                "gamma_d": facts.get("gamma_d"),
-                "steps": lines[-1].get("step"),
-                "seconds": arm.seconds.get(seed),
-            }
-            for direction in DIRECTIONS:
-                for scoring in SCORINGS:
-                    for k in (1, 5, 10):
-                        found = study.rate(run, direction, scoring, f"success@{k}")
-                        row[f"success@{k}_{scoring}_{direction}"] = found
-            for side in SIDES:
-                row[f"d_topk_{side}"] = effect(run, study.pool, side, "topk")
-                row[f"d_corpus_{side}"], row[f"d_corpus_{side}_pool"] = _corpus(run, side)
-                row[f"cv_{side}"] = coefficient(run, study.pool, side)
-            for direction in DIRECTIONS:
-                row[f"effective_scale_{direction}"] = facts.get(f"effective_scale_{direction}")
-            for scoring in (NATIVE, "cosine"):
-                row[f"zero_shot_acc1_{scoring}"] = zero_shot(run.json, scoring)
-                row[f"zero_shot_before_acc1_{scoring}"] = zero_shot(arm.starts.get(seed) or {}, scoring)
-            rows.append(row)
-    return Sheet("cells", ("arm", "seed"), rows)
-
-
-def effect(run: Results, pool: str, side: str, reference: str) -> float | None:
-    """Cohen's d of a side's lengths, None where it does not exist."""
-    found = run.pools[pool]["magnitude"][side]["cohens_d"].get(reference)
-    return found["value"] if isinstance(found, dict) and is_number(found.get("value")) else None
-
-
-def _corpus(run: Results, side: str) -> tuple[float | None, str | None]:
-    """(d corpus, the pool that it is of): the first pool in which a document is relevant to nothing."""
-    found = ((effect(run, pool, side, "corpus"), pool) for pool in run.pools)
-    return next((pair for pair in found if pair[0] is not None), (None, None))
-
-
-def coefficient(run: Results, pool: str, side: str) -> float | None:
-    value = run.pools[pool]["magnitude"][side].get("cv")
-    return value if is_number(value) else None
-
-
-def zero_shot(document: Json, scoring: str) -> float | None:
-    """acc1 of results.json or start.json, None where it was not measured."""
-    section = document.get("zero_shot")
-    accuracy = section.get("acc1") if isinstance(section, dict) else None
-    value = accuracy.get(scoring) if isinstance(accuracy, dict) else None
-    return value if is_number(value) else None
-
-
-def over(arm: Arm, number: Callable[[Results], float | None]) -> Spread:
-    return spread(number(run) for run in arm.runs.values())
-
-
-def table6(study: Study) -> Sheet:
-    """The paper's layout: its six configurations first, then every other arm; its own numbers beside them, rates as
-    fractions. d is that of the reference set topk."""
-    rows, placed = [], set()
-    for paper in PAPER_TABLE6:
-        weight = LOSS_WEIGHTS[paper.loss]
-        found = [a for a in study.arms if study.is_plain(a) and (a.i2t_weight, a.settings.norm) == (weight, paper.norm)]
-        placed |= {id(arm) for arm in found}
-        rows += [_table6_row(study, arm, paper) for arm in found]
-        if not found:
-            rows.append(_table6_row(study, None, paper))
-    rows += [_table6_row(study, arm, None) for arm in study.arms if id(arm) not in placed]
-    return Sheet("table6", ("paper_config", "loss", "norm", "arm", "n_seeds"), rows)
-
-
-def _table6_row(study: Study, arm: Arm | None, paper: PaperRow | None) -> Json:
-    row: Json = {
-        "paper_config": paper and paper.name,
-        "loss": arm.settings.loss if arm else paper and paper.loss,
-        "norm": arm.settings.norm if arm else paper and paper.norm,
-        "arm": arm and arm.name,
-        "n_seeds": len(arm.runs) if arm else 0,
-    }
-    for side in SIDES:
-        name = f"d_topk_{side}"
-        row |= spread_columns(name, _spread(arm, lambda run, s=side: effect(run, study.pool, s, "topk")))  # type: ignore[misc]
-        row[f"paper_d_{side}"] = paper and getattr(paper, f"d_{side}")
-    for scoring, direction in TABLE6_RATES:
-        found = study.spread(Scored(arm, direction, scoring)) if arm else spread([])
-        row |= spread_columns(f"success@1_{scoring}_{direction}", found)
-        row[f"paper_R@1_{scoring}_{direction}"] = paper and getattr(paper, f"{scoring}_{direction}") / 100
-    row["reason"] = "" if arm else "no arm of this study"
+    >>> plain_values({"x": Spread(1.0, None, 1), "y": Estimate.missing("no arm")})
+    {'x_mean': 1.0, 'x_sd': None, 'y': None, 'y_lo': None, 'y_hi': None}
+    """
+    row: Json = {}
+    for name, value in record.items():
+        if isinstance(value, Spread):
+            row |= {f"{name}_mean": value.mean, f"{name}_sd": value.sd}
+        elif isinstance(value, Estimate):
+            row |= {name: value.value, f"{name}_lo": value.lo, f"{name}_hi": value.hi}
+        else:
+            row[name] = value
     return row
 
 
-def _spread(arm: Arm | None, number: Callable[[Results], float | None]) -> Spread:
-    return over(arm, number) if arm else spread([])
+def reasons(found: Mapping[str, Estimate]) -> str:
+    """Why values do not exist: "ratio: no seed of ...", equal reasons once."""
+    names: dict[str, list[str]] = {}
+    for name, estimate in found.items():
+        if estimate.reason:
+            names.setdefault(estimate.reason, []).append(name)
+    return "; ".join(f"{', '.join(of)}: {reason}" for reason, of in names.items())
 
 
-def frontier(study: Study) -> Sheet:
-    """A row an arm and point: native in both directions; and corrected where the direction was not trained, or in both
-    directions of an arm that trained both."""
-    rows = []
-    for number, arm in enumerate(study.arms, 1):
-        both = all(arm.trains(d) for d in DIRECTIONS)
-        for point in (NATIVE, CORRECTED):
-            row: Json = {"number": number} | setting_columns(arm) | {"point": point, "n_seeds": len(arm.runs)}
-            for direction in DIRECTIONS:
-                scoring = point if both or point == NATIVE else served(arm, direction)
-                scored = Scored(arm, direction, scoring)
-                row[f"{direction}_scoring"] = scoring
-                row |= spread_columns(direction, study.spread(scored))
-                row |= interval_columns(direction, study.mean(scored))
-            rows.append(row)
-    return Sheet("frontier", ("number", "arm", "point"), rows)
+TABLES: dict[Kind, list[Callable[[Study], StudyTable]]] = {CLIP: [], TEXT: []}
 
 
-def matrix(study: Study) -> Sheet:
-    """Trained with, down; scored with, across; success@1."""
-    rows = []
-    for arm in study.arms:
-        for direction in DIRECTIONS:
-            row = {"arm": arm.name, "direction": direction, "trained": arm.trains(direction), "n_seeds": len(arm.runs)}
-            for scoring in SCORINGS:
-                row |= spread_columns(scoring, study.spread(Scored(arm, direction, scoring)))
-            rows.append(row)
-    return Sheet("matrix", ("arm", "direction", "trained", "n_seeds"), rows)
+def table(kind: Kind, title: str, first: str, head: str = "{arm}", shown: Sequence[str] = (), name: str = "") -> Any:
+    """Make a function that yields records one that returns their StudyTable, and list it in TABLES."""
+
+    def decorate(rows: Callable[[Study], Iterator[Record]]) -> Callable[[Study], StudyTable]:
+        @wraps(rows)
+        def make(study: Study) -> StudyTable:
+            records = [plain_values(row) for row in rows(study)]
+            return StudyTable(name or rows.__name__, title, first.split(), records, head, shown)
+
+        TABLES[kind].append(make)
+        return make
+
+    return decorate
 
 
-def gammas(study: Study) -> Sheet:
-    """γ at every logged step of the arms in which it moves."""
-    rows = []
-    for arm in study.arms:
-        for seed, lines in sorted(arm.logs.items()):
-            told = [line for line in lines if is_number(line.get("gamma_q")) and is_number(line.get("gamma_d"))]
-            if len({(line["gamma_q"], line["gamma_d"]) for line in told}) > 1:
-                rows += [
-                    {"arm": arm.name, "seed": seed} | {k: line[k] for k in ("step", "gamma_q", "gamma_d")}
-                    for line in told
-                ]
-    return Sheet("gamma", ("arm", "seed", "step", "gamma_q", "gamma_d"), rows)
+@cache
+def load_claims(kind: Kind) -> Json:
+    """The paper's claims and numbers: configs/claims/NAME.yaml."""
+    content: Json = yaml.safe_load((CONFIGS / "claims" / f"{kind.claims}.yaml").read_text(encoding="utf-8"))
+    return content
 
 
-def cv(study: Study) -> Sheet:
-    """CV of either side's lengths."""
-    rows = []
-    for arm in study.arms:
-        row = setting_columns(arm) | {"n_seeds": len(arm.runs)}
-        for side in SIDES:
-            row |= spread_columns(f"cv_{side}", over(arm, lambda run, s=side: coefficient(run, study.pool, s)))  # type: ignore[misc]
-        rows.append(row)
-    return Sheet("cv", ("arm",), rows)
+def at(document: Json, path: str) -> Any:
+    """A number of results.json or start.json, None where it does not exist."""
+    value = value_at(document, path.split())[0]
+    return value if is_number(value) else None
 
 
-def delta_cv(study: Study) -> Sheet:
-    """The paper's ΔCV = CV(dnorm-trained) / CV(dot-trained) on the query's side, seed by seed, wherever both exist."""
-    rows = []
-    for dnorm in (arm for arm in study.arms if arm.settings.norm == "dnorm"):
-        for dot in alike(dnorm, study.arms, "dot"):
-            for direction in (d for d in CLIP_DIRECTIONS if dnorm.trains(d.value)):
-                side = direction.query_side
-                pairs = [
-                    [coefficient(a.runs[s], study.pool, side) for a in (dnorm, dot)] for s in dnorm.seeds_with(dot)
-                ]
-                found = spread(a / b for a, b in pairs if a is not None and b)
-                rows.append(
-                    {"i2t_weight": dnorm.i2t_weight, "direction": direction.value, "query_side": side}
-                    | {"dnorm_arm": dnorm.name, "dot_arm": dot.name, "n_seeds": found.n}
-                    | spread_columns("delta_cv", found)
-                )
-    return Sheet("delta_cv", ("i2t_weight", "direction", "query_side", "dnorm_arm", "dot_arm", "n_seeds"), rows)
+def over_seeds(arm: Arm | None, path: str, data: str = "") -> Spread:
+    """A number of results.json over an arm's seeds."""
+    return spread(at(run.json, path) for run in (arm.results(data) if arm else {}).values())
+
+
+def settings_of(arm: Arm) -> Json:
+    return {"arm": arm.name, "loss": arm.settings["loss"], "i2t_weight": arm.i2t_weight, "norm": arm.settings["norm"],
+            "curriculum": arm.loss_options, "train_fraction": arm.fraction, "permute_pairs": arm.permuted,
+            "initial": arm.start}  # fmt: skip
 
 
 def alike(arm: Arm, arms: Iterable[Arm], norm: str) -> list[Arm]:
-    """The arms with another normalization and all else the same, but their names and seeds."""
-    return [other for other in arms if other.settings.norm == norm and _kind(other, "norm") == _kind(arm, "norm")]
+    """Arms with another normalization and all else the same, but names and seeds."""
+    return [o for o in arms if o.settings["norm"] == norm and _group(o, "norm") == _group(arm, "norm")]
 
 
-def _kind(arm: Arm, *without: str) -> Json:
-    """The settings that make an arm what it is; lambda stands for the loss."""
-    found = arm.settings.to_dict() | {"initial": initial(arm), "lambda": arm.i2t_weight}
-    return {k: v for k, v in found.items() if k not in (*OF_A_RUN, "loss", "i2t_weight", *without)}
+def _group(arm: Arm, without: str) -> Json:
+    """Settings that make an arm what it is; λ stands for the loss."""
+    found = {**arm.settings, "initial": arm.start, "lambda": arm.i2t_weight}
+    return {k: v for k, v in found.items() if k not in (*OF_A_RUN, without)}
 
 
-def fractions(study: Study) -> Sheet:
+def _each(study: Study) -> Iterator[tuple[Arm, str]]:
+    return itertools.product(study.arms, DIRECTIONS)
+
+
+# --- CLIP -------------------------------------------------------------------------------------------------------------
+
+
+@table(CLIP, "The price of each direction", "number arm point", "{arm}\n{point}", ("i2t", "t2i", "n_seeds"))
+def frontier(study: Study) -> Iterator[Record]:
+    """An arm natively in both directions; and corrected where the direction was not trained, or in both directions of
+    an arm that trained both."""
+    for (number, arm), point in itertools.product(enumerate(study.arms, 1), (NATIVE, CORRECTED)):
+        row: Json = {"number": number} | settings_of(arm) | {"point": point, "n_seeds": len(arm.seeds)}
+        for d in DIRECTIONS:
+            score = Score(arm, d, point if len(arm.trained) == 2 or point == NATIVE else arm.served(d))
+            found = study.mean(score)
+            row |= {f"{d}_scoring": score.scoring, d: study.spread(score), f"{d}_lo": found.lo, f"{d}_hi": found.hi}
+        yield row
+
+
+@table(CLIP, "Table 6 of the paper", "paper_config loss norm arm n_seeds", "{loss} {norm}\n{paper_config}; {arm}",
+       ("d_topk_image/paper_d_image", "d_topk_text/paper_d_text",
+        *(f"success@1_{s}_{d}/paper_R@1_{s}_{d}" for s in ("cosine", "dot") for d in DIRECTIONS), "n_seeds"))  # fmt: skip
+def table6(study: Study) -> Iterator[Record]:
+    """The paper's six configurations first, then every other arm; its numbers beside them, rates as fractions."""
+    rest = list(study.arms)
+    for paper in load_claims(study.kind)["table6"]:
+        plain = [a for a in rest if study.is_plain(a)]
+        of = [a for a in plain if (a.i2t_weight, a.settings["norm"]) == (LOSS_WEIGHTS[paper["loss"]], paper["norm"])]
+        rest = [arm for arm in rest if arm not in of]
+        yield from (_table6_row(study, arm, paper) for arm in (*of, *([] if of else [None])))
+    yield from (_table6_row(study, arm, {}) for arm in rest)
+
+
+def _table6_row(study: Study, arm: Arm | None, paper: Json) -> Record:
+    about = arm.settings if arm else paper
+    row: Json = {"paper_config": paper.get("name"), "loss": about["loss"], "norm": about["norm"]}
+    row |= {"arm": arm and arm.name, "n_seeds": len(arm.seeds) if arm else 0}
+    for side in SIDES:
+        row[f"d_topk_{side}"] = over_seeds(arm, f"magnitude {side} cohens_d topk value")
+        row[f"paper_d_{side}"] = paper.get(f"d_{side}")
+    for s, d in itertools.product(("cosine", "dot"), DIRECTIONS):
+        row[f"success@1_{s}_{d}"] = study.spread(Score(arm, d, s)) if arm else spread([])
+        row[f"paper_R@1_{s}_{d}"] = paper[f"{s}_{d}"] / 100 if paper else None
+    return row | {"reason": "" if arm else "no arm of this study"}
+
+
+@table(CLIP, "Both directions kept", "arm served by_rule null baseline n_seeds keeps_both lowest_end", "{arm}\n{served}",
+       ("keeps_both", "by_rule", *(f"{d}_ratio_to_{to}" for to in (NATIVE, CORRECTED) for d in DIRECTIONS), "n_seeds"))  # fmt: skip
+def keeps_both(study: Study) -> Iterator[Record]:
+    """Whether both directions keep ``KEPT`` of sym/cosine's native success@1, by the lower ends of paired ratios.
+
+    How an arm is served is a rule and not the better result: a trained direction natively and an untrained one
+    corrected; an arm trained both ways natively, corrected, or one direction so and the other so, each in a record of
+    its own. Records without ``by_rule`` show what a one-sided arm keeps without the correction and decide nothing.
+    """
+    for arm in study.arms:
+        baseline = study.baseline(arm)
+        for served, by_rule, scorings in _ways(arm):
+            row: Json = {"arm": arm.name, "served": served, "by_rule": by_rule, "null": arm.permuted}
+            row |= {"baseline": baseline and baseline.name}
+            for d, s in zip(DIRECTIONS, scorings, strict=True):
+                row[f"{d}_scoring"] = s
+                for to in (NATIVE, CORRECTED):
+                    ratio = study.ratio(Score(arm, d, s), Score(baseline, d, to)) if baseline else NO_BASELINE
+                    row[f"{d}_ratio_to_{to}"] = ratio
+            found = {d: row[f"{d}_ratio_to_{NATIVE}"] for d in DIRECTIONS}
+            ends = [ratio.lo for ratio in found.values() if ratio.lo is not None]
+            lowest = min(ends) if len(ends) == len(found) else None
+            row |= {"n_seeds": found["t2i"].n_seeds, "lowest_end": lowest}
+            yield row | {"keeps_both": None if lowest is None else lowest >= KEPT, "reason": reasons(found)}
+
+
+def _ways(arm: Arm) -> Iterator[tuple[str, bool, tuple[str, str]]]:
+    """(how an arm is served, whether that is by rule, the scorings of i2t and t2i)."""
+    yield NATIVE, len(arm.trained) == 2, (NATIVE, NATIVE)
+    if len(arm.trained) == 1:
+        yield "native where trained, else corrected", True, (arm.served("i2t"), arm.served("t2i"))
+        return
+    yield CORRECTED, True, (CORRECTED, CORRECTED)
+    yield "i2t corrected, t2i native", True, (CORRECTED, NATIVE)
+    yield "t2i corrected, i2t native", True, (NATIVE, CORRECTED)
+
+
+@table(CLIP, "Learned, useful", "arm direction null control baseline n_seeds learned useful",
+       "{arm}, {direction}\ncontrol: {control}; baseline: {baseline}",
+       ("learned", "d_arm", "d_control", "d_difference", "useful", "native_minus_cosine", "gain_over_control",
+        "native_minus_baseline_cosine", "null", "n_seeds"))  # fmt: skip
+def verdicts(study: Study) -> Iterator[Record]:
+    """Learned and useful in each trained direction of every arm whose documents keep some norm, nulls among them."""
+
+    def difference(found: Json, name: str = "delta", ci: str = "ci") -> Estimate:
+        lo, hi = found.get(ci) or (None, None)
+        return Estimate(found.get(name), lo, hi, 0)
+
+    for arm in study.arms:
+        if all(run.json["evaluation"]["native"]["gamma_d"] == 1 for run in arm.results().values()):
+            continue
+        for d in arm.trained:
+            found = study.verdict(arm, d)
+            learned, useful = found.get("learned") or {}, found.get("useful") or {}
+            yield {
+                **{"arm": arm.name, "direction": d, "null": arm.permuted},
+                **{key: found[key] for key in ("control", "baseline", "n_seeds")},
+                "learned": WORDS[learned["verdict"]] if learned else "",
+                "d_arm": learned.get("d_run"),
+                "d_control": learned.get("d_control"),
+                "d_difference": difference(learned),
+                "useful": WORDS[useful["verdict"]] if useful else "",
+                "native_minus_cosine": difference(useful, "native_minus_cosine_run", "native_minus_cosine_run_ci"),
+                "dot_minus_cosine_control": useful.get("dot_minus_cosine_control"),
+                "gain_over_control": difference(useful.get("gain") or {}),
+                "native_minus_baseline_cosine": difference(useful.get("native_minus_baseline_cosine") or {}),
+                "learned_sentence": learned.get("sentence"),
+                "useful_sentence": useful.get("sentence"),
+                "reason": found.get("reason", ""),
+            }
+
+
+@table(CLIP, "Gain of the correction", "arm direction trained null n_seeds", "{arm}, {direction}",
+       (NATIVE, REVERSED, CORRECTED, "corrected_minus_reversed", "corrected_minus_baseline_native", "n_seeds"))  # fmt: skip
+def correction(study: Study) -> Iterator[Record]:
+    """Gain of the correction over the trained scores read in reverse, and over sym/cosine's native."""
+    for arm, d in _each(study):
+        corrected, baseline = Score(arm, d, CORRECTED), study.baseline(arm)
+        gain = study.difference(corrected, Score(arm, d, REVERSED))
+        if gain.value is None and arm.trained == [d]:
+            continue  # its opposite was not trained: there is nothing to read in reverse
+        beside = study.difference(corrected, Score(baseline, d)) if baseline else NO_BASELINE
+        found = {"corrected_minus_reversed": gain, "corrected_minus_baseline_native": beside}
+        row: Json = {"arm": arm.name, "direction": d, "trained": d in arm.trained, "null": arm.permuted}
+        row |= {"n_seeds": gain.n_seeds, "baseline": baseline and baseline.name}
+        row |= {s: study.spread(Score(arm, d, s)) for s in (NATIVE, REVERSED, CORRECTED)}
+        yield row | found | {"reason": reasons(found)}
+
+
+@table(CLIP, "Trained with, scored with", "arm direction trained n_seeds", "{arm}, {direction}", SCORINGS)
+def matrix(study: Study) -> Iterator[Record]:
+    """success@1: trained with, down; scored with, across."""
+    for arm, d in _each(study):
+        row = {"arm": arm.name, "direction": d, "trained": d in arm.trained, "n_seeds": len(arm.seeds)}
+        yield row | {s: study.spread(Score(arm, d, s)) for s in SCORINGS}
+
+
+@table(CLIP, "γ while training", "arm seed step gamma_q gamma_d", "{arm}, seed {seed}", ("step", "gamma_q", "gamma_d"))
+def gamma(study: Study) -> Iterator[Record]:
+    """γ at every logged step of the arms in which it moves."""
+    for arm in study.arms:
+        for seed, lines in sorted(arm.logs.items()):
+            steps = [r for r in lines if is_number(r.get("gamma_q")) and is_number(r.get("gamma_d"))]
+            if len({(r["gamma_q"], r["gamma_d"]) for r in steps}) > 1:
+                for r in steps:
+                    yield {"arm": arm.name, "seed": seed} | {k: r[k] for k in ("step", "gamma_q", "gamma_d")}
+
+
+@table(CLIP, "Coefficient of variation of the norms", "arm", shown=("cv_image", "cv_text", "n_seeds"))
+def cv(study: Study) -> Iterator[Record]:
+    """CV of either side's norms."""
+    for arm in study.arms:
+        found = {f"cv_{side}": over_seeds(arm, f"magnitude {side} cv") for side in SIDES}
+        yield settings_of(arm) | {"n_seeds": len(arm.seeds)} | found
+
+
+@table(CLIP, "ΔCV, trained with dnorm over dot", "i2t_weight direction query_side dnorm_arm dot_arm n_seeds",
+       "{query_side}\n{dnorm_arm} over {dot_arm}", ("delta_cv", "n_seeds"))  # fmt: skip
+def delta_cv(study: Study) -> Iterator[Record]:
+    """The paper's ΔCV = CV(dnorm-trained) / CV(dot-trained) on the query's side, seed by seed, wherever both exist."""
+    for dnorm in (arm for arm in study.arms if arm.settings["norm"] == "dnorm"):
+        trained = [d for d in CLIP_DIRECTIONS if d.value in dnorm.trained]
+        for dot, direction in itertools.product(alike(dnorm, study.arms, "dot"), trained):
+            path = f"magnitude {direction.query_side} cv"
+            pairs = [[at(a.results()[s].json, path) for a in (dnorm, dot)] for s in dnorm.seeds_with(dot)]
+            found = spread(a / b for a, b in pairs if a is not None and b)
+            row = {"i2t_weight": dnorm.i2t_weight, "direction": direction.value, "query_side": direction.query_side}
+            yield row | {"dnorm_arm": dnorm.name, "dot_arm": dot.name, "n_seeds": found.n, "delta_cv": found}
+
+
+@table(CLIP, "From trained weights", "arm initial from_random n_seeds", "{arm}\nfrom {initial}; random: {from_random}",
+       (*(f"{name}_{d}" for name in ("success@1_native", "minus_from_random") for d in DIRECTIONS),
+        *(f"zero_shot_{what}_native" for what in ("before", "after", "change"))))  # fmt: skip
+def pretrained(study: Study) -> Iterator[Record]:
+    """Arms that start from trained weights: against the same setting from their model's own start, and what zero-shot
+    classification loses by the training, seed by seed."""
+    same = ("i2t_weight", "norm", "curriculum", "train_fraction", "permute_pairs")
+    for arm in (a for a in study.arms if a.start is not None):
+        own = settings_of(arm)
+        scratch = (a for a in study.arms if a.start is None and all(settings_of(a)[k] == own[k] for k in same))
+        other, found = next(scratch, None), {}
+        row = own | {"from_random": other and other.name, "n_seeds": len(arm.seeds)}
+        for d in DIRECTIONS:
+            missing = Estimate.missing("no arm of this loss and normalization from random weights")
+            beside = study.difference(Score(arm, d), Score(other, d)) if other else missing
+            found[f"minus_from_random_{d}"] = beside
+            row |= {f"success@1_native_{d}": study.spread(Score(arm, d)), f"minus_from_random_{d}": beside}
+        for s in (NATIVE, "cosine"):
+            path = f"zero_shot acc1 {s}"
+            pairs = [(_before(study, arm, seed, path), at(run.json, path)) for seed, run in arm.results().items()]
+            known = [(before, after) for before, after in pairs if before is not None and after is not None]
+            row[f"zero_shot_before_{s}"] = spread(before for before, _ in known)
+            row[f"zero_shot_after_{s}"] = spread(after for _, after in known)
+            row[f"zero_shot_change_{s}"] = spread(after - before for before, after in known)
+            row[f"zero_shot_{s}_n"] = len(known)
+        yield row | {"reason": reasons(found)}
+
+
+def _before(study: Study, arm: Arm, seed: int, path: str) -> float | None:
+    """A number before the first step: of start.json, else of the run that it starts from."""
+    source = next((a.results().get(seed) for a in study.arms if a.name == arm.initial), None)
+    value = at(arm.starts.get(seed) or {}, path)
+    return at(source.json, path) if value is None and source else value
+
+
+@table(CLIP, "Share of the training data", "setting arm train_fraction direction scoring n_seeds",
+       "{setting}, {direction}\n{scoring}", ("train_fraction", "success@1", "n_seeds"))  # fmt: skip
+def fractions(study: Study) -> Iterator[Record]:
     """success@1 by the share of the training data, for settings that were trained on several."""
-    rows = []
     groups: dict[str, list[Arm]] = {}
     for arm in study.arms:
-        groups.setdefault(repr(_kind(arm, "train_fraction")), []).append(arm)
-    for members in groups.values():
-        if len({fraction(arm) for arm in members}) < 2:
+        groups.setdefault(repr(_group(arm, "train_fraction")), []).append(arm)
+    for members in (m for m in groups.values() if len({arm.fraction for arm in m}) > 1):
+        arms, name = sorted(members, key=lambda a: a.fraction), max(members, key=lambda a: a.fraction).name
+        for arm, d, s in itertools.product(arms, DIRECTIONS, (NATIVE, CORRECTED)):
+            found = study.mean(Score(arm, d, s))
+            row = {"setting": name} | settings_of(arm) | {"direction": d, "scoring": s, "n_seeds": len(arm.seeds)}
+            row["success@1"] = study.spread(Score(arm, d, s))
+            yield row | {"success@1_lo": found.lo, "success@1_hi": found.hi}
+
+
+@table(CLIP, "log₁₀ κ before training",
+       "i2t_weight direction seed train_fraction initial qnorm_arm dnorm_arm winner",
+       "{direction}, seed {seed}\n{qnorm_arm} against {dnorm_arm}",
+       (*(f"log10_kappa_{name}" for name in MATRICES), "qnorm_minus_dnorm", "winner", "kappa_of"))  # fmt: skip
+def fisher(study: Study) -> Iterator[Record]:
+    """κ of a trained direction and seed, and which of qnorm and dnorm won.
+
+    κ is the start of the cosine arm of the same setting where there is one (so that the other role is a unit vector in
+    all four matrices), else of the qnorm or the dnorm arm; "kappa_of" says which.
+    """
+    for qnorm in (a for a in study.arms if a.settings["norm"] == "qnorm" and not a.permuted):
+        for dnorm in alike(qnorm, study.arms, "dnorm"):
+            starts = [*alike(qnorm, study.arms, "cosine"), qnorm, dnorm]
+            for d, seed in itertools.product(qnorm.trained, qnorm.seeds_with(dnorm)):
+                found = study.difference(Score(qnorm, d), Score(dnorm, d), [seed])
+                winner = "qnorm" if found.above(0) else "dnorm" if found.below(0) else "within noise"
+                of = next((a for a in starts if kappas(a, d, seed)[0]), None)
+                kappa, why = kappas(of or starts[0], d, seed)
+                row: Json = {k: settings_of(qnorm)[k] for k in ("i2t_weight", "train_fraction", "initial")}
+                row |= {"direction": d, "seed": seed, "qnorm_arm": qnorm.name, "dnorm_arm": dnorm.name}
+                row |= {"qnorm_minus_dnorm": found, "winner": None if found.lo is None else winner}
+                row |= {"kappa_of": of and of.name} | {f"log10_kappa_{name}": kappa.get(name) for name in MATRICES}
+                yield row | {"reason": "; ".join(filter(None, (found.reason, why)))}
+
+
+def kappas(arm: Arm, direction: str, seed: int) -> tuple[dict[str, float], str]:
+    """(matrix -> log10 κ, "") of start.json, measured over training pairs; or ({}, reason)."""
+    if not arm.starts.get(seed):
+        return {}, "nothing was measured before training"
+    section, why = value_at(arm.starts[seed], ["fisher", direction])
+    if isinstance(section, dict) and section.get("status") == "undetermined":
+        return {}, f"κ is undetermined: {section.get('reason')}"
+    values = {name: at(section or {}, f"{name} log10_kappa value") for name in MATRICES}
+    found = {name: float(value) for name, value in values.items() if value is not None}
+    return found, "" if found else why or "start.json holds no κ of this direction"
+
+
+@table(CLIP, "Runs", "arm seed", "{arm}, seed {seed}",
+       ("i2t_weight", "norm", "gamma_q", "gamma_d", "curriculum", "train_fraction", "permute_pairs", "initial", "steps",
+        "seconds"))  # fmt: skip
+def cells(study: Study) -> Iterator[Record]:
+    """Every run."""
+    for arm in study.arms:
+        for seed, run in sorted(arm.results().items()):
+            trained, start = run.json["trained_with"], arm.starts.get(seed) or {}
+            row = settings_of(arm) | {"seed": seed} | {g: trained.get(g) for g in ("gamma_q", "gamma_d")}
+            row |= {"steps": (arm.logs.get(seed) or [{}])[-1].get("step"), "seconds": arm.seconds.get(seed)}
+            for d, s, k in itertools.product(DIRECTIONS, SCORINGS, (1, 5, 10)):
+                row[f"success@{k}_{s}_{d}"] = study.rate(run, d, s, f"success@{k}")
+            for side in SIDES:
+                path = f"magnitude {side} cohens_d"
+                corpus = [(at(section, f"{path} corpus value"), pool) for pool, section in run.pools.items()]
+                row |= {
+                    f"d_topk_{side}": at(run.json, f"{path} topk value"),
+                    f"cv_{side}": at(run.json, f"magnitude {side} cv"),
+                }
+                pair = next((pair for pair in corpus if pair[0] is not None), (None, None))
+                row[f"d_corpus_{side}"], row[f"d_corpus_{side}_pool"] = pair
+            row |= {f"effective_scale_{d}": trained.get(f"effective_scale_{d}") for d in DIRECTIONS}
+            for s in (NATIVE, "cosine"):
+                row[f"zero_shot_acc1_{s}"] = at(run.json, f"zero_shot acc1 {s}")
+                row[f"zero_shot_before_acc1_{s}"] = at(start, f"zero_shot acc1 {s}")
+            yield row
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@table(TEXT, "Difference to cosine's native", "data arm norm scoring baseline n_seeds", "{arm}, {scoring}\n{data}",
+       (*(f"{m}/{m}_smallest" for m in TEXT.metrics), "n_seeds"))  # fmt: skip
+def differences(study: Study) -> Iterator[Record]:
+    """Every other norm less its cosine arm's native, natively and by cosine scoring, paired over queries and seeds."""
+    for family in study.families():
+        for data, (norm, arm), s in itertools.product(study.data, family.items(), (NATIVE, "cosine")):
+            if norm != "cosine":
+                found = {m: study.difference(Score(arm, "q2d", s, data, m), Score(family["cosine"], "q2d", NATIVE, data, m))
+                         for m in study.kind.metrics}  # fmt: skip
+                row: Json = {
+                    "data": data,
+                    "arm": arm.name,
+                    "norm": norm,
+                    "scoring": s,
+                    "baseline": family["cosine"].name,
+                }
+                row |= {"n_seeds": found[study.kind.metrics[0]].n_seeds} | found
+                yield row | {f"{m}_smallest": e.smallest for m, e in found.items()} | {"reason": reasons(found)}
+
+
+@table(TEXT, "Retrieval", "data arm scoring n_seeds", "{arm}, {scoring}\n{data}", (*TEXT.metrics, "n_seeds"))
+def retrieval(study: Study) -> Iterator[Record]:
+    """Every arm natively and by cosine on each data set: means and ranges over seeds, intervals over queries and seeds;
+    before them the untrained model, whose intervals are over queries."""
+    metrics = study.kind.metrics
+    for data in study.data:
+        yield from (_untrained(study, data, s) for s in ("cosine", "dot"))
+        for arm, s in itertools.product((a for a in study.arms if data in a.runs), (NATIVE, "cosine")):
+            found = {m: study.mean(Score(arm, "q2d", s, data, m)) for m in metrics}
+            row: Json = {"data": data, "arm": arm.name, "scoring": s, "n_seeds": found[metrics[0]].n_seeds} | found
+            for m in metrics:
+                each = [run.json["retrieval"]["q2d"][s][m] for run in arm.results(data).values()]
+                row |= {f"{m}_min": min(each), f"{m}_max": max(each)}
+            yield row | {"reason": reasons(found)}
+
+
+def _starts(study: Study) -> Iterator[Json]:
+    """Evaluations before training, all of the same weights."""
+    return (start for arm in study.arms for start in arm.starts.values() if start)
+
+
+def _untrained(study: Study, data: str, scoring: str) -> Record:
+    row: Json = {"data": data, "arm": "untrained", "scoring": scoring, "n_seeds": None}
+    for start in _starts(study):
+        section = start if data == study.data[0] else (start.get(EVALUATIONS) or {}).get(data) or {}
+        if found := ((section.get("retrieval") or {}).get("q2d") or {}).get(scoring):
+            cis = {m: (found.get("ci") or {}).get(m) or (None, None) for m in study.kind.metrics}
+            return row | {m: Estimate(found.get(m), ci[0], ci[1], 1) for m, ci in cis.items()}
+    return row | {"reason": "no run measured this data set before training"}
+
+
+@table(TEXT, "Norms", "data arm n_seeds", "{arm}\n{data}",
+       ("d_corpus", "d_topk", "cv_query", "cv_document", "relevance_count", "gamma_q", "gamma_d", "effective_scale",
+        "seconds"))  # fmt: skip
+def magnitude(study: Study) -> Iterator[Record]:
+    """Norms of every arm on every data set: d of the documents', CV of both sides, norm and relevance count, γ."""
+    for data, arm in ((data, a) for data in study.data for a in study.arms if data in a.runs):
+        corpus, count = (study.documents(data, what, arm) for what in ("corpus", "count"))
+        yield {
+            **{"data": data, "arm": arm.name, "n_seeds": len(arm.results(data)), "d_corpus": corpus},
+            "d_topk": over_seeds(arm, "magnitude document cohens_d topk value", data),
+            **{f"cv_{side}": over_seeds(arm, f"magnitude {side} cv", data) for side in ("query", "document")},
+            "relevance_count": count,
+            **{name: over_seeds(arm, f"evaluation native {name}", data) for name in ("gamma_q", "gamma_d")},
+            "effective_scale": over_seeds(arm, "diagnostics q2d scale effective_scale", data),
+            "seconds": spread(arm.seconds.values()),
+            "reason": reasons({"d_corpus": corpus, "relevance_count": count}),
+        }
+
+
+@table(TEXT, "ΔCV of queries, trained with dnorm over dot", "data baseline n_seeds", "{data}",
+       ("delta_cv/delta_cv_smallest", "n_seeds"), name="delta_cv")  # fmt: skip
+def text_delta_cv(study: Study) -> Iterator[Record]:
+    """CV of query norms trained with dnorm over that with dot."""
+    for family, data in itertools.product(study.families(), study.data):
+        found = study.delta_cv(data, family)
+        row = {"data": data, "baseline": family["cosine"].name, "n_seeds": found.n_seeds, "delta_cv": found}
+        yield row | {"delta_cv_smallest": found.smallest, "reason": found.reason}
+
+
+@table(TEXT, "log₁₀ κ before training", "question status n_available n_needed dim", "{question}",
+       ("status", "n_available", *(f"log10_kappa_{name}" for name in MATRICES)), name="fisher")  # fmt: skip
+def text_fisher(study: Study) -> Iterator[Record]:
+    """κ of the training's queries, and of titles as queries."""
+    start = next(_starts(study), {})
+    for question in ("q2d", "titles") if start else ():
+        section = (start.get("fisher") or {}).get(question)
+        if not isinstance(section, dict):
+            why = f"start.json holds no κ of {question}"
+            yield {"question": question, "status": "not measured", "reason": why}
             continue
-        for arm in sorted(members, key=fraction):
-            for direction in DIRECTIONS:
-                for scoring in (NATIVE, CORRECTED):
-                    scored = Scored(arm, direction, scoring)
-                    row: Json = {"setting": max(members, key=fraction).name} | setting_columns(arm)
-                    row |= {"direction": direction, "scoring": scoring, "n_seeds": len(arm.runs)}
-                    rows.append(row | spread_columns("success@1", study.spread(scored)))
-                    rows[-1] |= interval_columns("success@1", study.mean(scored))
-    return Sheet("fractions", ("setting", "arm", "train_fraction", "direction", "scoring", "n_seeds"), rows)
+        row: Json = {"question": question}
+        row |= {k: section.get(k) for k in ("status", "n_available", "n_needed", "n", "dim", "effective_scale")}
+        for name in MATRICES:
+            kappa = (section.get(name) or {}).get("log10_kappa") or {}
+            lo, hi = kappa.get("ci") or (None, None)
+            row[f"log10_kappa_{name}"] = Estimate(kappa.get("value"), lo, hi, 1)
+        yield row | {"reason": section.get("reason") or ""}
+
+
+@table(TEXT, "Runs", "arm seed seconds", "{arm}, seed {seed}", ("gamma_q", "gamma_d", "seconds"))
+def runs(study: Study) -> Iterator[Record]:
+    """Every run: its native numbers by data set, γ at the end, effective scale, seconds."""
+    for arm, seed in ((a, seed) for a in study.arms for seed in a.seeds):
+        row: Json = {"arm": arm.name, "seed": seed, "seconds": arm.seconds.get(seed)}
+        for data, run in ((data, run) for data in study.data if (run := arm.results(data).get(seed)) is not None):
+            row |= {f"{m}_{data}": study.rate(run, "q2d", NATIVE, m) for m in study.kind.metrics}
+            row |= {g: at(run.json, f"evaluation native {g}") for g in ("gamma_q", "gamma_d")}
+            row[f"effective_scale_{data}"] = at(run.json, "diagnostics q2d scale effective_scale")
+        yield row

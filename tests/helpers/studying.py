@@ -14,7 +14,7 @@ from mmclip.evaluation.results import Results
 from mmclip.retrieval.hubness import Bank
 from mmclip.similarity import Direction, Exponents, Normalization
 from mmclip.study.arms import Arm
-from mmclip.study.plan import Plan, plan_study
+from mmclip.study.plan import StudyPlan, plan_study
 from tests.helpers.evaluating import evaluate_clip
 
 ARMS = "arms:\n  - {loss: sym, norm: cosine}\n"
@@ -22,7 +22,7 @@ N, CAPTIONS, DIM = 60, 2, 16
 WEIGHTS = {"sym": 0.5, "asym-i2t": 1.0, "asym-t2i": 0.0}
 
 
-def plan(folder: Path, text: str, **more: object) -> Plan:
+def plan(folder: Path, text: str, **more: object) -> StudyPlan:
     """What a study's file of this text asks for, its runs in folder/logs."""
     file = folder / "study_tiny.yaml"
     file.write_text(text, encoding="utf-8")
@@ -96,7 +96,7 @@ def planted_arm(
     moves = norm == "learned"
     lines = [{"step": s, "gamma_q": 0.5 + moves * s / 100, "gamma_d": 0.5 - moves * s / 100} for s in (10, 20, 30)]
     kept = dict.fromkeys(seeds, lines) if logs else {}
-    return Arm(name or f"{loss} {norm}", settings, runs, kept, starts or {}, initial)
+    return Arm(name or f"{loss} {norm}", settings.to_dict(), {"": runs}, kept, starts or {}, initial)
 
 
 def start(kappas: Sequence[float], before: float | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mmclip.config import TextTrainConfig
 from mmclip.data.beir import BeirCollection
 from mmclip.evaluation.results import Results
 from mmclip.similarity import Exponents, Normalization
-from mmclip.study.text_study import TextArm
+from mmclip.study.arms import Arm
 from tests.helpers.evaluating import evaluate_text
 
 N, QUERIES, DIM = 90, 70, 12
@@ -75,15 +75,16 @@ def arm(
     outside: bool = True,
     starts: dict[int, Any] | None = None,
     **changes: Any,
-) -> TextArm:
+) -> Arm:
     runs = {
         name: {s: planted(name, n, s, norm, noise, lengths, queries_vary) for s in seeds}
         for name, n in ((INSIDE, QUERIES), (OUTSIDE, QUERIES - 4))[: 2 if outside else 1]
     }
-    return TextArm(f"q2d {norm}", settings(norm, **changes), runs, starts or {}, dict.fromkeys(seeds, 9.5))
+    values = settings(norm, **changes).to_dict()
+    return Arm(f"q2d {norm}", values, runs, starts=starts or {}, seconds=dict.fromkeys(seeds, 9.5))
 
 
-def family(lengths: float = 0.0, **more: Any) -> list[TextArm]:
+def family(lengths: float = 0.0, **more: Any) -> list[Arm]:
     """The five norms; those that keep the documents' length have ``lengths`` in it."""
     kept = {"dot": lengths, "qnorm": lengths, "learned": lengths}
     varied = {"dnorm": 0.8}

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mmclip.config import CONFIGS, StudyConfig, parse
 from mmclip.errors import UserError
-from mmclip.study.kinds import KINDS, Kind
-from mmclip.study.plan import plan_study, require_data
+from mmclip.study.plan import KINDS, Kind, plan_study, require_data
 from tests.helpers import tiny
 from tests.helpers.studying import ARMS, plan
 
@@ -21,19 +20,19 @@ from tests.helpers.studying import ARMS, plan
 def test_every_arm_runs_with_every_seed_and_all_settings_reach_the_run(tmp_path: Path) -> None:
     text = "seeds: [3, 5]\ntitle: Two\nepochs: 2\narms:\n  - {norm: [dot, qnorm], lr: [1e-3, 1e-4]}\n"
     found = plan(tmp_path, text)
-    assert found.title == "Two" and len(found.cells) == 8
-    assert {(c.seed, c.settings.seed, c.settings.epochs) for c in found.cells} == {(3, 3, 2), (5, 5, 2)}
-    names = [c.arm for c in found.cells if c.seed == 3]
+    assert found.title == "Two" and len(found.runs) == 8
+    assert {(c.seed, c.config.seed, c.config.epochs) for c in found.runs} == {(3, 3, 2), (5, 5, 2)}
+    names = [c.arm for c in found.runs if c.seed == 3]
     assert names == ["sym dot lr=0.001", "sym dot lr=0.0001", "sym qnorm lr=0.001", "sym qnorm lr=0.0001"]
-    assert found.cells[1].settings.lr == 1e-4 and found.cells[1].settings.norm == "dot"
-    assert found.cells[0].settings.model == "scenes-tiny.json"  # without config the built-in scenes'
-    assert len({c.folder for c in found.cells}) == 8
+    assert found.runs[1].config.lr == 1e-4 and found.runs[1].config.norm == "dot"
+    assert found.runs[0].config.model == "scenes-tiny.json"  # without config the built-in scenes'
+    assert len({c.folder for c in found.runs}) == 8
 
 
 def test_a_lambda_of_0_half_or_1_is_the_loss_of_that_name_and_runs_once(tmp_path: Path) -> None:
     text = "arms:\n  - {loss: [asym-i2t, sym], norm: qnorm}\n  - {norm: qnorm, i2t_weight: [0, 0.25, 0.5, 1]}\n"
     found = plan(tmp_path, text)
-    assert [c.arm for c in found.cells] == [
+    assert [c.arm for c in found.runs] == [
         "asym-i2t qnorm",
         "sym qnorm",
         "asym-t2i qnorm",
@@ -42,40 +41,40 @@ def test_a_lambda_of_0_half_or_1_is_the_loss_of_that_name_and_runs_once(tmp_path
 
 
 def test_a_run_is_known_by_what_changes_its_numbers(tmp_path: Path) -> None:
-    one = plan(tmp_path, ARMS).cells[0].folder
-    assert plan(tmp_path, ARMS, set=["workers=0", "log_every_n_steps=1", "cache_dir=/elsewhere"]).cells[0].folder == one
+    one = plan(tmp_path, ARMS).runs[0].folder
+    assert plan(tmp_path, ARMS, set=["workers=0", "log_every_n_steps=1", "cache_dir=/elsewhere"]).runs[0].folder == one
     for change in ("lr=1e-2", "val_split=test", "bank_size=10", "batch_size=32"):
-        assert plan(tmp_path, ARMS, set=[change]).cells[0].folder != one, change
+        assert plan(tmp_path, ARMS, set=[change]).runs[0].folder != one, change
 
 
 def test_a_run_is_found_whatever_its_arm_is_called(tmp_path: Path) -> None:
-    one = plan(tmp_path, "arms:\n  - {norm: [dot], name: old}\n").cells[0]
+    one = plan(tmp_path, "arms:\n  - {norm: [dot], name: old}\n").runs[0]
     assert one.arm == "old dot" and one.folder.name.startswith("old-dot-seed0-")
     one.folder.mkdir(parents=True)
-    assert plan(tmp_path, "arms:\n  - {norm: dot}\n").cells[0].folder == one.folder
+    assert plan(tmp_path, "arms:\n  - {norm: dot}\n").runs[0].folder == one.folder
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_setting_that_a_kind_names_is_one(kind: Kind) -> None:
-    names = {f.name for f in dataclasses.fields(kind.settings)}
+    names = {f.name for f in dataclasses.fields(kind.config)}
     named = {*kind.cosmetic, *kind.ours, *kind.measuring, *kind.fixed, kind.weight, kind.initial, kind.once} - {None}
     assert named <= names and set(kind.fixed) <= set(kind.ours)
-    losses = kind.fields["loss"].check.choices
-    assert set(kind.losses.values()) == set(losses)
+    losses = kind.config.flags["loss"].check.choices
+    assert set(kind.losses) == set(losses)
 
 
 def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_path: Path) -> None:
     text = "seeds: [0, 1]\narms:\n  - {norm: dot, init_from: sym cosine}\n  - {norm: cosine}\n"
-    cells = plan(tmp_path, text).cells
+    cells = plan(tmp_path, text).runs
     assert [(c.arm, c.seed) for c in cells] == [
         ("sym cosine", 0),
         ("sym dot init_from=sym cosine", 0),
         ("sym cosine", 1),
         ("sym dot init_from=sym cosine", 1),
     ]
-    assert cells[1].initial is cells[0] and cells[1].settings.init_from == str(cells[0].folder)
+    assert cells[1].initial is cells[0] and cells[1].config.init_from == str(cells[0].folder)
     # another first run is another start
-    other = plan(tmp_path, text, set=["lr=1e-2"]).cells
+    other = plan(tmp_path, text, set=["lr=1e-2"]).runs
     assert other[1].folder != cells[1].folder
 
 
@@ -96,7 +95,7 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
         ("lr: 0\n" + ARMS, "arm 'sym cosine': --lr 0.0: expected a number above 0"),
         ("arms:\n  - {loss: asym-i2t, i2t_weight: 0.3}\n", "--i2t-weight 0.3 needs --loss sym"),
         ("config: no_such\n" + ARMS, "study_tiny.yaml: config no_such: no such file; a path, or one of: coco_vitb32"),
-        ("config: [a]\n" + ARMS, "config is a single value"),
+        ("config: [a]\n" + ARMS, "config is a text, got no single value"),
         ("seeds: [0]\nseeds: [1]\n" + ARMS, "seeds is set twice"),
         (
             "arms:\n  - {norm: dot, name: a, init_from: b}\n  - {norm: qnorm, name: b, init_from: a}\n",
@@ -105,14 +104,14 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
         ("arms:\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "called 'a': give each a name of its own"),
         ("arms:\n  - {norm: dot}\n  - {norm: dot, name: a}\n  - {norm: qnorm, name: a}\n", "arms are called 'a'"),
         ("arm:\n  - {norm: dot}\n", "unknown setting 'arm'; did you mean arms?"),
-        ("title: [a]\n" + ARMS, "title is a single value, got a list"),
+        ("title: [a]\n" + ARMS, "title is a text, got no single value"),
         ("arms:\n  - {norm: dot, norm: qnorm}\n", "norm is set twice"),
         ("arms:\n  - {norm: [dot], norm: qnorm}\n", "norm is set twice"),
         ("arms:\n  - {norm: dot, norm: [qnorm]}\n", "norm is set twice"),
         ("arms:\n  - {norm: dot, name: a, name: b}\n", "name is set twice"),
         ("arms:\n  - {norm: dot, seeds: [1], seeds: [2]}\n", "seeds is set twice"),
-        ("arms:\n  - {norm: dot, name: null}\n", "arm 1: an arm's name is a text, got null"),
-        ("arms:\n  - {norm: dot, name: '  '}\n", "arm 1: an arm's name is a text, got an empty one"),
+        ("arms:\n  - {norm: dot, name: null}\n", "arm 1: name is a text, got null"),
+        ("arms:\n  - {norm: dot, name: '  '}\n", "arm 1: name is a text, got an empty one"),
         ("val_data: none\n" + ARMS, "arm 'sym cosine': val_data none: a study shows"),
         (
             "arms:\n  - {norm: [cosine, dot]}\n  - {norm: qnorm, init_from: sym cosin}\n",
@@ -139,7 +138,7 @@ def test_a_slip_is_one_line(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_a_name_without_ascii_letters_still_names_a_folder(tmp_path: Path) -> None:
-    (cell,) = plan(tmp_path, "arms:\n  - {norm: dot, name: длина}\n").cells
+    (cell,) = plan(tmp_path, "arms:\n  - {norm: dot, name: длина}\n").runs
     assert re.fullmatch(r"arm-seed0-[0-9a-f]{8}", cell.folder.name)
 
 
@@ -159,7 +158,7 @@ def test_flags_are_checked(argv: list[str], told: str) -> None:
 
 def test_data_that_are_not_there_are_told_before_a_run(tmp_path: Path) -> None:
     def told(*given: str) -> str:
-        cells = plan(tmp_path, ARMS, set=list(given)).cells
+        cells = plan(tmp_path, ARMS, set=list(given)).runs
         with pytest.raises(UserError) as raised:
             require_data(cells)
         return str(raised.value)
@@ -179,12 +178,12 @@ def test_data_that_are_not_there_are_told_before_a_run(tmp_path: Path) -> None:
     assert told(f"zeroshot_data={tmp_path}/no").startswith("zeroshot_data ")
     for source in (there, there / "a.csv", there / "train" / "{00..09}.tar", there / "train" / "*.tar"):
         assert "no evaluation split test or val" in told(f"train_data={source}")
-        require_data(plan(tmp_path, ARMS, set=[f"train_data={source}", "val_holdout=3"]).cells)
-        require_data(plan(tmp_path, ARMS, set=[f"train_data={source}", f"val_data={there}"]).cells)
+        require_data(plan(tmp_path, ARMS, set=[f"train_data={source}", "val_holdout=3"]).runs)
+        require_data(plan(tmp_path, ARMS, set=[f"train_data={source}", f"val_data={there}"]).runs)
     (there / "val").mkdir()
     (there / "val" / "0.tar").touch()
-    require_data(plan(tmp_path, ARMS, set=[f"train_data={there}"]).cells)
-    require_data(plan(tmp_path, ARMS).cells)
+    require_data(plan(tmp_path, ARMS, set=[f"train_data={there}"]).runs)
+    require_data(plan(tmp_path, ARMS).runs)
 
 
 @settings(max_examples=30, deadline=None)
@@ -195,7 +194,7 @@ def test_data_that_are_not_there_are_told_before_a_run(tmp_path: Path) -> None:
 def test_equal_arms_run_once_whatever_their_order(
     tmp_path_factory: pytest.TempPathFactory, weights: list[float], norms: list[str]
 ) -> None:
-    cells = plan(tmp_path_factory.mktemp("p"), f"arms:\n  - {{norm: {norms}, i2t_weight: {weights}}}\n").cells
+    cells = plan(tmp_path_factory.mktemp("p"), f"arms:\n  - {{norm: {norms}, i2t_weight: {weights}}}\n").runs
     assert len(cells) == len(set(weights)) * len(set(norms))
     assert len({c.arm for c in cells}) == len({c.folder for c in cells}) == len(cells)
 
@@ -206,7 +205,7 @@ def test_the_shipped_studies_are_valid_and_open_with_command_cost_and_expectatio
     words = [line.split()[1] for line in head.splitlines() if re.match(r"# [A-Z][a-z]+ {2,}", line)]
     assert words == ["Command", "Cost", "Expect"]
     assert "TODO" not in head
-    assert plan_study(StudyConfig(config=str(path))).cells
+    assert plan_study(StudyConfig(config=str(path))).runs
 
 
 def test_the_grid_is_shown_without_training(tmp_path: Path) -> None:

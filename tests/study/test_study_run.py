@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from mmclip.commands.study import run as study
 from mmclip.config import StudyConfig
-from mmclip.study.plan import Cell, plan_study
-from mmclip.study.runner import StudyRun, is_finished, last_line, seconds_of
-from mmclip.study.study import study
+from mmclip.evaluation.results import save_results
+from mmclip.study.plan import StudyRun, is_finished, plan_study, seconds_of
+from mmclip.study.runner import run_study
 from tests.helpers import tiny
+from tests.helpers.studying import planted_run
 
 # What train_clip.py does as far as a study sees it: a lock, a config, lines, a checkpoint, results. It notes its starts
 STAND_IN = """
@@ -41,23 +43,21 @@ with open(here / "at_once.txt", "a") as f:
 time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0.5")))
 mark.unlink()
 (folder / "checkpoints").mkdir(exist_ok=True)
-side = {"native": {"success@1": 0.5}}
-(folder / "per_query.npz").write_bytes(__import__("base64").b64decode("UEsFBgAAAAAAAAAAAAAAAAAAAAAAAA=="))
-results = {"retrieval": {"i2t": side, "t2i": side}, "magnitude": {}, "data": {}, "trained_with": {}}
-(folder / "results.json").write_text(json.dumps(results))
+for name in ("per_query.npz", "results.json"):
+    (folder / name).write_bytes((here / "made" / name).read_bytes())
 """
 
 
-def cells(folder: Path, text: str) -> list[Cell]:
+def runs(folder: Path, text: str) -> list[StudyRun]:
     file = folder / "s.yaml"
     file.write_text(text, encoding="utf-8")
-    return plan_study(StudyConfig(config=str(file), logs=str(folder / "logs"))).cells
+    return plan_study(StudyConfig(config=str(file), logs=str(folder / "logs"))).runs
 
 
-def stand_in(folder: Path) -> Path:
-    script = folder / "stand_in.py"
-    script.write_text(STAND_IN, encoding="utf-8")
-    return script
+def stand_in(folder: Path) -> list[str]:
+    save_results(planted_run(), folder / "made")
+    (folder / "stand_in.py").write_text(STAND_IN, encoding="utf-8")
+    return [sys.executable, str(folder / "stand_in.py")]
 
 
 def starts(folder: Path) -> list[str]:
@@ -71,9 +71,9 @@ def no_threads_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_run_once_two_at_once_and_nothing_again(tmp_path: Path, no_threads_asked: None) -> None:
-    found = cells(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm]}\n")
+    found = runs(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm]}\n")
     script = stand_in(tmp_path)
-    assert StudyRun(found, script, 2, ["4", "7"], 3).run(lambda c: "") == 0
+    assert run_study(found, script, 2, ["4", "7"], 3) == ({}, 0)
     assert all(is_finished(c) for c in found)
     assert sorted(x.split()[1:4] for x in starts(tmp_path)) == sorted(
         [n, str(s), "3"] for n in ("cosine", "qnorm") for s in (0, 1)
@@ -83,10 +83,10 @@ def test_every_run_once_two_at_once_and_nothing_again(tmp_path: Path, no_threads
     assert not any((c.folder / "checkpoints").exists() for c in found)
     took = [seconds_of(c) for c in found]
     assert all(t is not None and t >= 0.5 for t in took)
-    assert StudyRun(found, script, 2, [], 1).run(lambda c: pytest.fail("nothing is left to run")) == 0
+    assert run_study(found, script, 2) == ({}, 0)
     assert len(starts(tmp_path)) == 4
-    more = cells(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm, dnorm]}\n")
-    assert StudyRun(more, script, 2, [], 1).run(lambda c: "") == 0
+    more = runs(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm, dnorm]}\n")
+    assert run_study(more, script, 2) == ({}, 0)
     assert [x.split()[1] for x in starts(tmp_path)[4:]] == ["dnorm", "dnorm"]
 
 
@@ -94,10 +94,10 @@ def test_a_failure_is_named_and_stops_only_what_starts_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "arms:\n  - {norm: [dot, cosine]}\n  - {norm: qnorm, init_from: sym dot}\n"
-    found = cells(tmp_path, text)
-    run = StudyRun(found, stand_in(tmp_path), 1, [], 1)
-    assert run.run(lambda c: "") == 0
-    why = {c.arm: w for c, w in run.failed.items()}
+    found = runs(tmp_path, text)
+    failed, signum = run_study(found, stand_in(tmp_path), 1)
+    why = {c.arm: w for c, w in failed.items()}
+    assert signum == 0
     assert set(why) == {"sym dot", "sym qnorm init_from=sym dot"}
     assert why["sym dot"].startswith("a planted fault (exit code 1; ")
     assert why["sym qnorm init_from=sym dot"] == "its initial run failed: sym dot, seed 0"
@@ -107,47 +107,44 @@ def test_a_failure_is_named_and_stops_only_what_starts_from_it(
 
 
 def test_a_run_that_was_cut_is_continued_and_one_that_another_process_trains_is_waited_for(tmp_path: Path) -> None:
-    found = cells(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
+    found = runs(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
     script = stand_in(tmp_path)
     plans = tmp_path / "logs" / "s" / "settings"
     environment = {**os.environ, "STAND_IN_SECONDS": "4"}
-    first = StudyRun(found[:1], script, 1, [], 1)
-    first.waiting = []
-    assert first.run(lambda c: "") == 0  # makes nothing
     import yaml
 
     plans.mkdir(parents=True)
     file = plans / "orphan.yaml"
-    file.write_text(yaml.safe_dump(found[0].settings.to_dict()), encoding="utf-8")
-    orphan = subprocess.Popen([sys.executable, str(script), "--config", str(file)], env=environment)
+    file.write_text(yaml.safe_dump(found[0].config.to_dict()), encoding="utf-8")
+    orphan = subprocess.Popen([*script, "--config", str(file)], env=environment)
     while not (found[0].folder / "config.yaml").exists():
         time.sleep(0.05)
-    cut = subprocess.Popen([sys.executable, str(script), "--config", str(_plan(found[1], plans))], env=environment)
+    cut = subprocess.Popen([*script, "--config", str(_plan(found[1], plans))], env=environment)
     while not (found[1].folder / "config.yaml").exists():
         time.sleep(0.05)
     cut.kill()
     cut.wait()
     (tmp_path / f"running-{cut.pid}").unlink(missing_ok=True)
-    assert StudyRun(found, script, 2, [], 1).run(lambda c: "") == 0
+    assert run_study(found, script, 2) == ({}, 0)
     assert orphan.wait(20) == 0
     assert [x.split()[:2] for x in starts(tmp_path)] == [["first", "cosine"], ["first", "qnorm"], ["again", "qnorm"]]
 
 
-def _plan(cell: Cell, folder: Path) -> Path:
+def _plan(cell: StudyRun, folder: Path) -> Path:
     import yaml
 
     path = folder / f"{cell.folder.name}.yaml"
-    path.write_text(yaml.safe_dump(cell.settings.to_dict()), encoding="utf-8")
+    path.write_text(yaml.safe_dump(cell.config.to_dict()), encoding="utf-8")
     return path
 
 
 def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path) -> None:
-    found = cells(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
+    found = runs(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
     code = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from pathlib import Path\nfrom mmclip.config import StudyConfig\nfrom mmclip.study.study import study\n"
-        f"sys.exit(study(StudyConfig(config={str(tmp_path / 's.yaml')!r}, logs={str(tmp_path / 'logs')!r}, jobs=1), "
-        f"Path({str(stand_in(tmp_path))!r})))"
+        "from pathlib import Path\nfrom mmclip.config import StudyConfig\nfrom mmclip.commands.study import run\n"
+        f"sys.exit(run(StudyConfig(config={str(tmp_path / 's.yaml')!r}, logs={str(tmp_path / 'logs')!r}, jobs=1), "
+        f"{stand_in(tmp_path)!r}))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -166,16 +163,7 @@ def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert [r["state"] for r in state["runs"]] == ["not run", "not run"]
 
 
-def test_a_torn_line_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    assert last_line(path) is None
-    path.write_text('{"step": 1}\n{"step": 2', encoding="utf-8")
-    assert last_line(path) == {"step": 1}
-    path.write_text("nothing\n", encoding="utf-8")
-    assert last_line(path) is None
-
-
 def test_where_every_run_failed_there_is_no_page(tmp_path: Path) -> None:
-    cells(tmp_path, "arms:\n  - {norm: dot}\n")
+    runs(tmp_path, "arms:\n  - {norm: dot}\n")
     with pytest.raises(Exception, match="none of the 1 runs is finished: a planted fault"):
         study(StudyConfig(config=str(tmp_path / "s.yaml"), logs=str(tmp_path / "logs"), jobs=1), stand_in(tmp_path))

@@ -15,7 +15,7 @@ from mmclip.evaluation.results import CORRECTED, NATIVE
 from mmclip.metrics.bootstrap import seed_counts
 from mmclip.similarity import Direction
 from mmclip.study.arms import baseline_of, control_of
-from mmclip.study.numbers import Scored, Study, curriculum, served, trained
+from mmclip.study.estimates import Score, Study
 from tests.helpers.studying import planted_arm
 
 B = 60
@@ -38,12 +38,15 @@ def study(arms):
 
 
 def test_the_ratio_and_the_difference_equal_a_plain_double_loop(study, arms):
-    a, b = Scored(arms["better"], "t2i"), Scored(arms["baseline"], "t2i", "cosine")
+    a, b = Score(arms["better"], "t2i"), Score(arms["baseline"], "t2i", "cosine")
     values = [
-        [s.arm.runs[seed].query_values(MAIN_POOL, "t2i", s.scoring, "success@1").astype(float) for seed in (0, 1, 2)]
+        [
+            s.arm.results()[seed].query_values(MAIN_POOL, "t2i", s.scoring, "success@1").astype(float)
+            for seed in (0, 1, 2)
+        ]
         for s in (a, b)
     ]
-    clusters = arms["better"].runs[0].array(f"{MAIN_POOL}/t2i/clusters")
+    clusters = arms["better"].results()[0].array(f"{MAIN_POOL}/t2i/clusters")
     names = np.unique(clusters)
     (times,) = metrics.cluster_counts(len(names), resamples=B, seed=0)
     draws = seed_counts(3, resamples=B, seed=0)
@@ -66,11 +69,11 @@ def test_the_ratio_and_the_difference_equal_a_plain_double_loop(study, arms):
 
 
 def test_a_planted_effect_is_found_and_a_planted_null_is_not(study, arms):
-    baseline = Scored(arms["baseline"], "t2i")
-    assert study.ratio(Scored(arms["better"], "t2i"), baseline).above(1.05)
-    null = study.ratio(Scored(arms["same"], "t2i", "cosine"), baseline)
+    baseline = Score(arms["baseline"], "t2i")
+    assert study.ratio(Score(arms["better"], "t2i"), baseline).above(1.05)
+    null = study.ratio(Score(arms["same"], "t2i", "cosine"), baseline)
     assert not null.above(1) and not null.below(1)
-    assert study.ratio(Scored(arms["worse"], "t2i"), baseline).below(0.95)
+    assert study.ratio(Score(arms["worse"], "t2i"), baseline).below(0.95)
     found = study.verdict(arms["better"], "t2i")
     assert (found["control"], found["baseline"], found["n_seeds"]) == ("control", "baseline", 3)
     assert found["learned"]["verdict"] is True and found["useful"]["verdict"] is True
@@ -79,59 +82,62 @@ def test_a_planted_effect_is_found_and_a_planted_null_is_not(study, arms):
 
 
 def test_an_arm_is_itself_times_one_and_directions_pair_by_picture(study, arms):
-    one = Scored(arms["better"], "t2i")
+    one = Score(arms["better"], "t2i")
     assert study.ratio(one, one)[:3] == (1.0, 1.0, 1.0)
     assert study.difference(one, one)[:3] == (0.0, 0.0, 0.0)
-    across = study.difference(Scored(arms["better"], "i2t"), one)
-    assert across.value == pytest.approx(study.mean(Scored(arms["better"], "i2t")).value - study.mean(one).value)
+    across = study.difference(Score(arms["better"], "i2t"), one)
+    assert across.value == pytest.approx(study.mean(Score(arms["better"], "i2t")).value - study.mean(one).value)
     assert across.lo <= across.value <= across.hi
 
 
 def test_only_common_seeds_count(study, arms):
-    found = study.difference(Scored(arms["worse"], "t2i"), Scored(arms["baseline"], "t2i"))
+    found = study.difference(Score(arms["worse"], "t2i"), Score(arms["baseline"], "t2i"))
     assert found.n_seeds == 2
-    assert study.difference(Scored(arms["worse"], "t2i"), Scored(arms["baseline"], "t2i"), [2]).n_seeds == 1
-    none = study.difference(Scored(arms["worse"], "t2i"), Scored(arms["baseline"], "t2i"), [3])
+    assert study.difference(Score(arms["worse"], "t2i"), Score(arms["baseline"], "t2i"), [2]).n_seeds == 1
+    none = study.difference(Score(arms["worse"], "t2i"), Score(arms["baseline"], "t2i"), [3])
     assert none.value is None and "no seed" in none.reason
 
 
 def test_what_does_not_exist_has_a_reason(study, arms):
-    found = study.ratio(Scored(arms["better"], "t2i", CORRECTED), Scored(arms["baseline"], "t2i"))
+    found = study.ratio(Score(arms["better"], "t2i", CORRECTED), Score(arms["baseline"], "t2i"))
     assert found.value is None and "corrected" in found.reason
     other = planted_arm("other", noise=1.0)
-    other.runs[0].json["data"]["fingerprint"] = "else"
-    assert "different data" in study.difference(Scored(other, "t2i"), Scored(arms["baseline"], "t2i")).reason
+    other.results()[0].json["data"]["fingerprint"] = "else"
+    assert "different data" in study.difference(Score(other, "t2i"), Score(arms["baseline"], "t2i")).reason
     lost = Study([planted_arm("lost", "sym", "dot")])
     assert "no control" in lost.verdict(lost.arms[0], "i2t")["reason"]
     zero = planted_arm("zero")
-    for run in zero.runs.values():
+    for run in zero.results().values():
         run.per_query[f"{MAIN_POOL}/t2i/native/success@1"][:] = 0
-    assert "does not exist" in study.ratio(Scored(arms["baseline"], "t2i"), Scored(zero, "t2i")).reason
+    assert "does not exist" in study.ratio(Score(arms["baseline"], "t2i"), Score(zero, "t2i")).reason
 
 
 @pytest.mark.parametrize("name", ["better", "same"])
 def test_the_verdict_of_one_seed_is_comparisons(arms, name):
-    run, control, baseline = (arms[a].runs[1] for a in (name, "control", "baseline"))
+    run, control, baseline = (arms[a].results()[1] for a in (name, "control", "baseline"))
     one = verdict(run, control, baseline, resamples=B)
     assert pooled_verdict([run], [control], [baseline], MAIN_POOL, Direction.T2I, resamples=B) == one
-    only = [dataclasses.replace(arms[a], runs={1: arms[a].runs[1]}) for a in (name, "control", "baseline")]
+    only = [dataclasses.replace(arms[a], runs={"": {1: arms[a].results()[1]}}) for a in (name, "control", "baseline")]
     found = Study(only, resamples=B).verdict(only[0], "t2i")
     assert {key: found[key] for key in one} == one
 
 
 def test_a_pooled_verdict_is_of_the_seeds_means(study, arms):
     found = study.verdict(arms["better"], "t2i")
-    each = [verdict(arms["better"].runs[s], arms["control"].runs[s], arms["baseline"].runs[s]) for s in (0, 1, 2)]
+    each = [
+        verdict(arms["better"].results()[s], arms["control"].results()[s], arms["baseline"].results()[s])
+        for s in (0, 1, 2)
+    ]
     for path in (("learned", "d_run"), ("learned", "delta"), ("useful", "native_minus_cosine_run")):
         assert found[path[0]][path[1]] == pytest.approx(np.mean([one[path[0]][path[1]] for one in each]))
 
 
 def test_pooled_runs_must_be_each_others_seeds_controls_and_data(arms):
-    runs, controls = ([arms[a].runs[s] for s in order] for a, order in (("better", (0, 1)), ("control", (1, 0))))
+    runs, controls = ([arms[a].results()[s] for s in order] for a, order in (("better", (0, 1)), ("control", (1, 0))))
     with pytest.raises(UserError, match="a control has the run's seed"):
         pooled_verdict(runs, controls, None, MAIN_POOL, Direction.T2I)
     with pytest.raises(UserError, match="a control has the run's loss"):
-        pooled_verdict(runs, [arms["worse"].runs[1]] * 2, None, MAIN_POOL, Direction.T2I)
+        pooled_verdict(runs, [arms["worse"].results()[1]] * 2, None, MAIN_POOL, Direction.T2I)
 
 
 def test_a_weight_of_one_is_one_direction_whatever_the_loss_is_called(arms):
@@ -150,14 +156,14 @@ def test_a_dnorm_arm_controls_one_direction_only():
 
 def test_what_an_arm_is():
     arm = planted_arm("a", "sym", "qnorm", (0,), weight=0.25, changes={"gamma_init": 0.9, "train_fraction": 0.5})
-    assert curriculum(arm) == "gamma_init=0.9"
+    assert arm.loss_options == "gamma_init=0.9"
     half = planted_arm("half", seeds=(0,), changes={"train_fraction": 0.5})
     whole = planted_arm("whole", seeds=(0,))
     assert Study([arm, half]).is_plain(half) and not Study([arm, half]).is_plain(arm), "the study's own share is whole"
     assert Study([half, whole]).is_plain(whole) and not Study([half, whole]).is_plain(half)
-    assert trained(arm) == ["i2t", "t2i"]
+    assert arm.trained == ["i2t", "t2i"]
     asym = planted_arm("b", "asym-i2t", seeds=(0,))
-    assert [served(asym, d) for d in ("i2t", "t2i")] == [NATIVE, CORRECTED]
+    assert [asym.served(d) for d in ("i2t", "t2i")] == [NATIVE, CORRECTED]
 
 
 def test_a_control_never_saw_a_length_and_starts_where_the_arm_starts():

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mmclip.study import tables as study_tables
-from mmclip.study.numbers import Study
-from mmclip.study.tables import PAPER_TABLE6
+from mmclip.study import tables
+from mmclip.study.estimates import Study
+from mmclip.study.plan import CLIP
 from tests.helpers.studying import planted_arm
 
 
@@ -28,15 +28,15 @@ def study():
 
 
 def of(sheet, **keys):
-    (row,) = [row for row in sheet.rows if all(row[k] == v for k, v in keys.items())]
+    (row,) = [row for row in sheet.records if all(row[k] == v for k, v in keys.items())]
     return row
 
 
 def test_every_run_is_a_cell_with_its_numbers(study):
-    sheet = study_tables.cells(study)
-    assert len(sheet.rows) == 14
+    sheet = tables.cells(study)
+    assert len(sheet.records) == 14
     row = of(sheet, arm="half", seed=1)
-    results = study.arms[4].runs[1].json
+    results = study.arms[4].results()[1].json
     assert row["success@5_native_t2i"] == results["retrieval"]["t2i"]["native"]["success@5"]
     assert row["success@1_corrected_t2i"] == results["retrieval"]["t2i"]["corrected"]["success@1"]
     assert row["success@1_corrected_i2t"] is None
@@ -47,22 +47,24 @@ def test_every_run_is_a_cell_with_its_numbers(study):
 
 
 def test_table_6_has_the_papers_rows_first_and_its_numbers_beside_ours(study):
-    sheet = study_tables.table6(study)
-    assert [row["paper_config"] for row in sheet.rows[:6]] == [paper.name for paper in PAPER_TABLE6]
+    sheet = tables.table6(study)
+    assert [row["paper_config"] for row in sheet.records[:6]] == [
+        paper["name"] for paper in tables.load_claims(CLIP)["table6"]
+    ]
     row = of(sheet, paper_config="ImgNorm-I2T")
     assert (row["arm"], row["paper_d_text"], row["paper_R@1_cosine_t2i"]) == ("asym-i2t qnorm", 1.83, 0.003)
-    hits = [run.json["retrieval"]["t2i"]["cosine"]["success@1"] for run in study.arms[1].runs.values()]
+    hits = [run.json["retrieval"]["t2i"]["cosine"]["success@1"] for run in study.arms[1].results().values()]
     assert row["success@1_cosine_t2i_mean"] == pytest.approx(np.mean(hits))
     assert row["success@1_cosine_t2i_sd"] == pytest.approx(np.std(hits, ddof=1))
     lacking = of(sheet, paper_config="TxtNorm-T2I")
     assert (lacking["arm"], lacking["n_seeds"], lacking["d_topk_image_mean"]) == (None, 0, None)
     assert lacking["reason"] and lacking["paper_d_text"] == 10.89
-    others = [row["arm"] for row in sheet.rows[6:]]
+    others = [row["arm"] for row in sheet.records[6:]]
     assert others == ["asym-i2t dnorm", "half", "learned", "null"], "less data and nulls are none of the paper's"
 
 
 def test_a_frontier_point_is_corrected_where_the_direction_was_not_trained(study):
-    sheet = study_tables.frontier(study)
+    sheet = tables.frontier(study)
     native, corrected = (of(sheet, arm="asym-i2t qnorm", point=p) for p in ("native", "corrected"))
     assert (corrected["i2t_scoring"], corrected["t2i_scoring"]) == ("native", "corrected")
     assert corrected["i2t_mean"] == native["i2t_mean"] and corrected["t2i_mean"] != native["t2i_mean"]
@@ -72,29 +74,30 @@ def test_a_frontier_point_is_corrected_where_the_direction_was_not_trained(study
 
 
 def test_scorings_rank_in_pairs(study):
-    for row in study_tables.matrix(study).rows:
+    for row in tables.matrix(study).records:
         assert row["cosine_mean"] == row["dnorm_mean"] and row["dot_mean"] == row["qnorm_mean"]
 
 
 def test_gammas_are_those_that_move(study):
-    rows = study_tables.gammas(study).rows
+    rows = tables.gamma(study).records
     assert {row["arm"] for row in rows} == {"learned"}
     assert [(row["step"], row["gamma_q"]) for row in rows if row["seed"] == 1] == [(10, 0.6), (20, 0.7), (30, 0.8)]
 
 
 def test_delta_cv_is_the_query_sides_seed_by_seed(study):
-    (row,) = study_tables.delta_cv(study).rows
+    (row,) = tables.delta_cv(study).records
     assert (row["direction"], row["query_side"], row["n_seeds"]) == ("i2t", "image", 2)
     dnorm, dot = study.arms[3], study.arms[2]
     ratios = [
-        dnorm.runs[s].json["magnitude"]["image"]["cv"] / dot.runs[s].json["magnitude"]["image"]["cv"] for s in (0, 1)
+        dnorm.results()[s].json["magnitude"]["image"]["cv"] / dot.results()[s].json["magnitude"]["image"]["cv"]
+        for s in (0, 1)
     ]
     assert row["delta_cv_mean"] == pytest.approx(np.mean(ratios))
     assert row["delta_cv_sd"] == pytest.approx(np.std(ratios, ddof=1))
 
 
 def test_fractions_are_of_one_setting(study):
-    rows = study_tables.fractions(study).rows
+    rows = tables.fractions(study).records
     assert {(row["setting"], row["arm"], row["train_fraction"]) for row in rows} == {
         ("asym-i2t qnorm", "asym-i2t qnorm", 1.0),
         ("asym-i2t qnorm", "half", 0.5),
@@ -104,8 +107,8 @@ def test_fractions_are_of_one_setting(study):
 def test_a_study_of_nothing_and_of_one_seed_has_its_tables():
     for arms in ([], [planted_arm(seeds=(3,), logs=False)], [dataclasses.replace(planted_arm(seeds=(0,)), runs={})]):
         study = Study(arms)
-        made = [study_tables.cells, study_tables.frontier, study_tables.matrix, study_tables.cv, study_tables.gammas]
-        assert [len(make(study).rows) for make in made] == [len(study.arms) * n for n in (1, 2, 2, 1, 0)]
-        assert len(study_tables.table6(study).rows) == 6
-    (row,) = study_tables.cv(Study([planted_arm(seeds=(3,))])).rows
+        made = [tables.cells, tables.frontier, tables.matrix, tables.cv, tables.gamma]
+        assert [len(make(study).records) for make in made] == [len(study.arms) * n for n in (1, 2, 2, 1, 0)]
+        assert len(tables.table6(study).records) == 6
+    (row,) = tables.cv(Study([planted_arm(seeds=(3,))])).records
     assert row["cv_image_sd"] is None and row["cv_image_mean"] > 0

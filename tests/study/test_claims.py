@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mmclip.metrics.bootstrap import Estimate
 from mmclip.study.claims import claims, judged
-from mmclip.study.numbers import Estimate, Study
+from mmclip.study.estimates import Study
+from mmclip.study.plan import CLIP, TEXT
+from mmclip.study.tables import load_claims
 from tests.helpers.studying import planted_arm, start
 
 
@@ -23,11 +26,34 @@ from tests.helpers.studying import planted_arm, start
     ],
 )
 def test_the_rule_of_a_ratio(value: float, lo: float, hi: float, paper: float, below: bool, verdict: str) -> None:
-    assert judged(Estimate(value, lo, hi, 3), paper, below) == verdict
+    place = judged(Estimate(value, lo, hi, 3), {"expected": "below 1" if below else "above 1"}, paper)
+    assert load_claims(CLIP)["verdicts"][place] == verdict
 
 
 def test_no_interval_is_no_answer() -> None:
-    assert judged(Estimate.missing("no arm"), 0.5, True) == "not asked here"
+    rule = {"expected": "below 1"}
+    places = [judged(e, rule, 0.5) for e in (Estimate.missing("no arm"), Estimate(0.5, None, None, 1, "one image"))]
+    assert [load_claims(CLIP)["verdicts"][place] for place in places] == ["not asked here", "underpowered"]
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "expected", "more", "word"),
+    [
+        (0.01, 0.05, "above 0", {"paper": 0.025}, "Yes"),
+        (-0.01, 0.01, "above 0", {"paper": 0.025}, "No"),  # the paper's effect is excluded
+        (-0.05, -0.01, "above 0", {"paper": 0.025}, "No"),
+        (-0.01, 0.04, "above 0", {"paper": 0.025}, "Open"),
+        (0.001, 0.01, "above 0", {"paper": 0.025}, "Yes"),
+        (-0.01, 0.1, "above 0", {"effect": 0.2, "paper": 0.05}, "No"),
+        (0.001, 0.005, "below 0.01", {"refuted": "above 0"}, "No"),
+        (-0.01, 0.005, "below 0.01", {"refuted": "above 0"}, "Yes"),
+        (-0.01, 0.02, "below 0.01", {"refuted": "above 0"}, "Open"),
+    ],
+)
+def test_the_rule_of_a_difference(lo: float, hi: float, expected: str, more: dict, word: str) -> None:
+    paper = more.pop("paper", None)
+    place = judged(Estimate((lo + hi) / 2, lo, hi, 3), {"expected": expected, **more}, paper)
+    assert load_claims(TEXT)["verdicts"][place] == word
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +74,7 @@ def rows():
         planted_arm("null control", "asym-t2i", permuted=True, changes={"permute_pairs": True}),
         planted_arm("null", "asym-t2i", "qnorm", permuted=True, changes={"permute_pairs": True}),
     ]
-    return claims(Study(arms, resamples=200)).rows
+    return claims(Study(arms, resamples=200)).records
 
 
 def of(rows, claim, **keys):
@@ -109,18 +135,18 @@ def test_nulls_are_clean_and_the_correction_is_counted(rows) -> None:
 
 def test_a_null_that_finds_something_is_told() -> None:
     arms = [planted_arm("leaky", changes={"permute_pairs": True})]  # permuted by name, but it knows the right pairs
-    found = of(claims(Study(arms, resamples=50)).rows, "B3")
+    found = of(claims(Study(arms, resamples=50)).records, "B3")
     assert {(r["verdict"], r["counts"]) for r in found} == {("found", "above chance")}
 
 
 def test_chance_is_that_of_the_datas_own_relevance() -> None:
     arm = planted_arm("leaky", changes={"permute_pairs": True})
-    for run in arm.runs.values():
+    for run in arm.results().values():
         assert run.json["data"]["chance"] == {"i2t": pytest.approx(2 / 60), "t2i": pytest.approx(1 / 60)}
         run.json["data"]["chance"] = {"i2t": 1.0, "t2i": 1.0}  # every document would do
-    assert {r["verdict"] for r in of(claims(Study([arm], resamples=50)).rows, "B3")} == {"clean"}
+    assert {r["verdict"] for r in of(claims(Study([arm], resamples=50)).records, "B3")} == {"clean"}
 
 
 def test_a_study_without_arms_for_a_claim_says_so() -> None:
-    rows = claims(Study([planted_arm(seeds=(0,))], resamples=30)).rows
+    rows = claims(Study([planted_arm(seeds=(0,))], resamples=30)).records
     assert {r["verdict"] for r in rows if r["claim"] != "T2"} == {"not asked here"}
