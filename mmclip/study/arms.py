@@ -11,10 +11,8 @@ from typing import Any
 
 from mmclip.config.clip import LossConfig
 from mmclip.errors import UserError, printable
-from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, START_FILE, Results, load_results
 from mmclip.reporting.source import read_lines
-from mmclip.reporting.table import is_number
 from mmclip.roles import CLIP_DIRECTIONS, direction_weights
 from mmclip.study.plan import StudyRun, is_finished, seconds_of
 from mmclip.training.log import METRICS
@@ -188,39 +186,11 @@ def read_run(run: StudyRun) -> tuple[dict[str, Results], list[Json], Json]:
     """(data set -> results, lines of metrics.jsonl, start.json or {}) of a finished run.
 
     Raises:
-        UserError, OSError: a file is missing or damaged, or an array has not a row for each query.
+        UserError, OSError: a file is missing or damaged.
     """
-    found = {}
-    for name, folder in run.kind.data_folders(run.config, run.folder).items():
-        found[name] = load_results(folder)
-        try:
-            _require_whole(found[name], run.kind.metrics)
-        except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
-            why = error if isinstance(error, UserError) else f"{type(error).__name__} {printable(error, 100)}"
-            raise UserError(f"{printable(folder)}: not the whole results of an evaluated run: {why}") from None
-    return found, read_lines(run.folder / METRICS), _read_start(run.folder / START_FILE)
-
-
-def _require_whole(results: Results, metrics: Sequence[str]) -> None:
-    float(results.json["evaluation"]["native"]["gamma_d"])
-    for pool, section in results.pools.items():
-        for side in section["magnitude"].values():
-            side["cv"]
-        for direction, scorings in section["retrieval"].items():
-            prefix = f"{pool}/{direction}"
-            n = len(results.array(f"{prefix}/clusters"))
-            results.array(f"{prefix}/topk_moments")
-            if pool == MAIN_POOL and n != results.json["data"]["n_queries"][direction]:
-                raise UserError(f"{n:,} queries of {direction}, and not as many in results.json")
-            for name, values in results.per_query.items():
-                rows = 1 if name.endswith("/length_level") else n
-                if name.startswith(f"{prefix}/") and len(values) != rows:
-                    raise UserError(f"{printable(name, 100)} has {len(values):,} rows: expected {rows:,}")
-            for scoring in scorings:
-                for metric in metrics:
-                    results.array(f"{prefix}/{scoring}/{metric}")
-                    if not is_number(scorings[scoring][metric]):
-                        raise UserError(f"{printable(scoring, 40)} {metric} is no number")
+    folders = run.kind.data_folders(run.config, run.folder)
+    results = {name: load_results(folder) for name, folder in folders.items()}
+    return results, read_lines(run.folder / METRICS), _read_start(run.folder / START_FILE)
 
 
 def _read_start(path: Path) -> Json:

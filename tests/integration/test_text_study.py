@@ -157,9 +157,9 @@ def nan_rate(folder: Path) -> None:
     [
         (lambda f: (f / "results.json").write_text("{", encoding="utf-8"), "is not a results.json"),
         (lambda f: (f / "per_query.npz").unlink(), "no file"),
-        (cut_arrays, f"native/ndcg@10 has {QUERIES - 5} rows: expected {QUERIES - 4}"),
+        (cut_arrays, f"native/ndcg@10 has not {QUERIES - 4} values"),
         (without("evaluation"), "not the whole results of an evaluated run: KeyError"),
-        (nan_rate, "native mrr@10 is no number"),
+        (nan_rate, "TypeError"),
         (lambda f: (f / "results.json").unlink(), "no file"),
     ],
 )

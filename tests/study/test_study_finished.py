@@ -78,9 +78,8 @@ def all_shorter(a: dict[str, np.ndarray]) -> None:
         (cut("per_query.npz"), "per_query.npz is not an array file"),
         (lambda folder: (folder / "per_query.npz").unlink(), "no file"),
         (shorter("retrieval/i2t/native/success@1"), "native/success@1"),
-        (shorter("retrieval/i2t/cosine/first_rank"), "cosine/first_rank"),
         (shorter("retrieval/t2i/topk_moments"), "topk_moments"),
-        (arrays(all_shorter), "queries of i2t, and"),
+        (arrays(all_shorter), "retrieval/i2t/clusters has not 30 values"),
         (arrays(lambda a: a.pop("retrieval/i2t/topk_moments")), "topk_moments"),
         (write("start.json", '{"fish'), "start.json: not readable as JSON"),
         (write("start.json", "[" * 100_000), "start.json: not readable as JSON"),
@@ -135,7 +134,7 @@ def test_tables_are_printed_where_the_file_or_verbose_says_so(
     (tmp_path / "s.yaml").write_text(f"show: table6\n{ARMS}", encoding="utf-8")
     assert run(config, ["false"]) == 0
     said = capsys.readouterr().out
-    assert "Table 6 of the paper" in said and "paper .384" in said and "Both directions kept" not in said
+    assert "Table 6 of the paper" in said and "Both directions kept" not in said
     config.verbose = True
     assert run(config, ["false"]) == 0
     said = capsys.readouterr().out
