@@ -15,7 +15,7 @@ import yaml
 
 from mmclip.config.parser import CONFIGS
 from mmclip.errors import printable
-from mmclip.evaluation.measures import value_at
+from mmclip.evaluation.diagnostics import value_at
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED
 from mmclip.metrics.bootstrap import Estimate
 from mmclip.reporting.table import Cell, Table, is_number, rate, signed, span, text_cell
