@@ -305,24 +305,19 @@ def norm_pictures(run: ReportRun, folder: Path) -> dict[str, list[Picture]]:
             return {}
         norms, cosines, relevant = arrays
         side, n, colour = direction.document_side, run.number, RUNS[run.number % len(RUNS)]
-        counts = f"{relevant.sum():,} relevant, {(~relevant).sum():,} irrelevant"
         name, top = printable(run.name, 60), f"{direction.value}, the 10 best of each query by cosine"
-        pictures[direction.value] = [
-            write_picture(
+        counts = f"{relevant.sum():,} relevant, {(~relevant).sum():,} irrelevant"
+        drawn = {
+            f"norms-{side}-{n}": (
                 norms_figure(norms[relevant], norms[~relevant], side, colour),
-                folder,
-                f"norms-{side}-{n}",
-                f"Histograms of the norms of {name}'s {side} embeddings, relevant against irrelevant.",
                 f"{name}: {side} norms by relevance; {top}: {counts}.",
             ),
-            write_picture(
+            f"scatter-{side}-{n}": (
                 scatter_figure(norms, cosines, relevant, side, colour),
-                folder,
-                f"scatter-{side}-{n}",
-                f"Scatter of cosine with the query against {side} norm for {name}, relevant against irrelevant.",
                 f"{name}: cosine against {side} norm; {top}; at most {MAX_POINTS} of a kind.",
             ),
-        ]
+        }
+        pictures[direction.value] = [write_picture(f, folder, file, words, words) for file, (f, words) in drawn.items()]
     return pictures
 
 
@@ -508,20 +503,13 @@ def fractions_figure(rows: Sequence[Json]) -> Figure:
     figure, axes = new_figure(5.0, 3.2 + 0.17 * len(curves))
     for (name, scoring), members in curves.items():
         i = settings.index(name)
-        axes.errorbar(
-            [row["train_fraction"] for row in members],
-            [row["success@1_mean"] for row in members],
-            yerr=[row["success@1_sd"] or 0.0 for row in members],
-            color=RUNS[i % len(RUNS)],
-            marker=MARKERS[i % len(MARKERS)],
-            linestyle="-" if scoring == NATIVE else ":",
-            markersize=5,
-            linewidth=1.3,
-            elinewidth=0.8,
-            capsize=2,
-            label=f"{legend_label(name)}, {scoring}",
-            **_FILLS[NATIVE if scoring == NATIVE else CORRECTED],
+        share, mean, sd = (
+            [row[k] or 0.0 for row in members] for k in ("train_fraction", "success@1_mean", "success@1_sd")
         )
+        line: Json = {"linestyle": "-" if scoring == NATIVE else ":", "linewidth": 1.3, "elinewidth": 0.8, "capsize": 2}
+        mark: Json = {"color": RUNS[i % len(RUNS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+        fill = _FILLS[NATIVE if scoring == NATIVE else CORRECTED]
+        axes.errorbar(share, mean, yerr=sd, label=f"{legend_label(name)}, {scoring}", **line, **mark, **fill)
     axes.set_xscale("log")
     ticks = sorted({row["train_fraction"] for row in rows})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

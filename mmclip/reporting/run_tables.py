@@ -140,7 +140,7 @@ def overview(runs: Runs, pool: str = MAIN_POOL, changes: Mapping[str, Json] | No
             notes.append(
                 f"{LONG[d]}: queries of {n} clusters only; intervals over fewer than {FEW_CLUSTERS} are too narrow."
             )
-    return Table(f"at a glance · {_place(runs, pool)}", columns, rows, notes)
+    return Table(f"at a glance · {place(runs, pool)}", columns, rows, notes)
 
 
 def few_clusters(run: Results, pool: str, direction: str) -> int:
@@ -165,7 +165,7 @@ def retrieval_table(runs: Runs, pool: str, direction: str) -> Table:
             rows.append((" = ".join(names), cells))
         for note in _retrieval_notes(run, pool, direction):
             told.setdefault(note, []).append(name)
-    title = f"{LONG[direction]} · {_place(runs, pool)}"
+    title = f"{LONG[direction]} · {place(runs, pool)}"
     return Table(title, ["scoring", *heads.values(), "median\nrank"], rows, [_R, *_shared(told, runs)])
 
 
@@ -219,7 +219,7 @@ def seeds_table(runs: Runs, pool: str) -> Table | None:
     columns = ["mean of seeds", "runs", "native", "lowest–\nhighest", "reversed", "corrected", "corrected\nless reversed",
                "native less\nthe first's", "corrected less\nthe first's native"]  # fmt: skip
     note = "Intervals cover the choice of queries and not that of seeds; lowest–highest is the range of the seeds."
-    return Table(f"R@1 over seeds · {_place(runs, pool)}", columns, rows, [note, _NOISE])
+    return Table(f"R@1 over seeds · {place(runs, pool)}", columns, rows, [note, _NOISE])
 
 
 def norms_table(runs: Runs, pool: str) -> Table:
@@ -236,7 +236,7 @@ def norms_table(runs: Runs, pool: str) -> Table:
                     told.setdefault(f"no d ({kind}) of {side}s: {printable(reason)}", []).append(name)
             rows.append((f"{name}\n{side}s" + (f", ranked in {LONG[ranked[side]]}" if side in ranked else ""), cells))
     columns = ["run", "mean\nnorm", "CV", "d\ntop 10", "d\ncorpus", "d\npairs"]
-    return Table(f"embedding norms · {_place(runs, pool)}", columns, rows, [_D, *_shared(told, runs)])
+    return Table(f"embedding norms · {place(runs, pool)}", columns, rows, [_D, *_shared(told, runs)])
 
 
 def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document", pool: str = MAIN_POOL) -> Table | None:
@@ -262,7 +262,7 @@ def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document",
     title = f"{side} norm by {_ATTRIBUTES.get(attribute, attribute)}" + (" of the query" if by == "by_query" else "")
     heads = [printable(group["group"], 22) for group in groups] + (["rank\ncorrelation"] if by == "by_document" else [])
     return Table(
-        f"{title} · {_place(runs, pool)}",
+        f"{title} · {place(runs, pool)}",
         ["run", *heads],
         [(h, c + [text_cell(None)] * (len(heads) - len(c))) for h, c in rows],
     )
@@ -300,7 +300,7 @@ def diagnostics_tables(runs: Runs, pool: str = MAIN_POOL) -> tuple[Table, Table]
     flat = {head: _flat(section) for head, section in sections.items()}
     names = list(dict.fromkeys(name for values in flat.values() for name in values))
     every = [(name, [flat[head].get(name, text_cell(None)) for head in sections]) for name in names]
-    title = f"diagnostics · {_place(runs, pool)}"
+    title = f"diagnostics · {place(runs, pool)}"
     return Table(title, ["measure", *sections], rows, notes), Table(f"all {title}", ["name", *sections], every)
 
 
@@ -399,7 +399,7 @@ def _shared(told: Mapping[str, list[str]], runs: Runs) -> list[str]:
     ]
 
 
-def _place(runs: Runs, pool: str) -> str:
+def place(runs: Runs, pool: str) -> str:
     """Pool, candidates and queries in words."""
     results = next(iter(runs.values()))
     place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]

@@ -23,6 +23,7 @@ from mmclip.reporting.run_tables import (
     comparison_tables,
     main_metric,
     overview,
+    place,
     run_tables,
     verdict_lines,
 )
@@ -45,13 +46,6 @@ class Summary:
     columns: list[str]
     rows: list[tuple[str, list[Cell]]]
     facts: list[tuple[str, str]]
-
-    def lines(self) -> list[str]:
-        """At most nine plain lines for a terminal."""
-        table = [self.columns, *([head, *(f"{c.text} {c.detail}" for c in cells)] for head, cells in self.rows)]
-        wide = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, wide, strict=True)).rstrip() for row in table]
-        return lines + [f"{head:<8}  {text}" for head, text in self.facts]
 
 
 def summarize(
@@ -115,8 +109,12 @@ def judged(runs: Runs) -> str:
 def summary_lines(
     runs: Runs, subject: str | None = None, start: Json | None = None, verdicts: Sequence[Json] = ()
 ) -> list[str]:
-    """Lines of :func:`summarize`."""
-    return summarize(runs, subject, start, verdicts).lines()
+    """:func:`summarize` as at most nine plain lines for a terminal."""
+    summary = summarize(runs, subject, start, verdicts)
+    table = [summary.columns, *([head, *(f"{c.text} {c.detail}" for c in cells)] for head, cells in summary.rows)]
+    wide = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, wide, strict=True)).rstrip() for row in table]
+    return lines + [f"{head:<8}  {text}" for head, text in summary.facts]
 
 
 def print_ending(
@@ -152,9 +150,10 @@ def _by_norm(run: Results, direction: str, metric: str) -> bool:
 
 def _paired(a: Results, direction: str, metric: str, before: str, b: Results, after: str) -> Json:
     first, second = (
-        r.query_values(MAIN_POOL, direction, s, metric).astype(np.float64) for r, s in ((a, before), (b, after))
+        a.query_values(MAIN_POOL, direction, before, metric),
+        b.query_values(MAIN_POOL, direction, after, metric),
     )
-    return change(first, second, b.array(f"{MAIN_POOL}/{direction}/clusters"))
+    return change(first.astype(np.float64), second.astype(np.float64), b.clusters(MAIN_POOL, direction))
 
 
 def _apart(start: Json, run: Results, direction: str, metric: str, scoring: str) -> Json:
@@ -210,13 +209,8 @@ def _sure(runs: Runs, changes: dict[str, Json], directions: Sequence[str]) -> st
 
 def _scope(run: Results) -> str:
     data = run.json["data"]
-    counts = [
-        f"{data[k]:,} {k.removeprefix('n_')}"
-        for k in ("n_images", "n_texts", "n_documents")
-        if isinstance(data.get(k), int)
-    ]
     split = f" [{printable(data['split'], 40)}]" if data.get("split") is not None else ""
-    return f"{printable(data.get('path') or 'data without a name', 60)}{split}: {', '.join(counts)}; nothing beyond these data"
+    return f"{printable(data.get('path') or 'data without a name', 60)}{split}, {place({'': run}, MAIN_POOL)}"
 
 
 def _called(name: str, run: Results) -> str:

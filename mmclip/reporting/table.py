@@ -215,17 +215,6 @@ def signed(value: float) -> str:
     return _bare(f"{value:+.3f}")
 
 
-def delta(change: Json) -> str:
-    """A paired difference with half of its interval; ``~`` marks an interval that holds 0.
-
-    >>> delta({"delta": -0.0312, "ci": [-0.05, -0.01], "within_noise": False})
-    '−.031 ±.020'
-    >>> delta({"delta": 0.002, "ci": [-0.008, 0.012], "within_noise": True})
-    '~+.002 ±.010'
-    """
-    return ("~" if change["within_noise"] else "") + signed(change["delta"]) + _half(change["ci"])
-
-
 def span(ci: Sequence[float] | None) -> str:
     """An interval in full; ``""`` where there is none.
 
