@@ -5,7 +5,7 @@
     python benchmarks/embedding.py --model ViT-B-32 --images 500   a large model: the towers take all the time
     python benchmarks/embedding.py --quick                         to see that it runs
 
-ours is what scripts/embed.py runs: ``mmclip.embeddings.features.Source.vectors`` of both sides, by ``mmclip.embeddings.encode.Runner``.
+ours is what scripts/embed.py runs: ``mmclip.embeddings.features.FeatureSource.vectors`` of both sides, by ``mmclip.embeddings.encode.EncodeOptions``.
 theirs is open_clip's README with a loader: ``create_model_and_transforms``, a torch ``DataLoader`` over the files,
 ``model.encode_image`` under ``no_grad``; the captions in batches through ``get_tokenizer`` and ``model.encode_text``.
 
@@ -55,21 +55,21 @@ def ours(told: m.Json) -> dict[str, Callable[[], Any]]:
     import torch
 
     from mmclip.data.shards import open_data
-    from mmclip.embeddings.encode import Runner
-    from mmclip.embeddings.features import Source
+    from mmclip.embeddings.encode import EncodeOptions
+    from mmclip.embeddings.features import FeatureSource
     from mmclip.models.factory import load_clip
 
     model = load_clip(told["config"], told["weights"])
     model.towers.to(told["device"])
     device = torch.device(told["device"])
-    runner = Runner(device, told["precision"], told["batch_size"], told["workers"], progress=False)
-    source = Source(open_data(told["csv"], None, "eval"))
+    options = EncodeOptions(device, told["precision"], told["batch_size"], told["workers"], progress=False)
+    source = FeatureSource(open_data(told["csv"], None, "eval"))
     first = list(range(min(told["batch_size"], len(source.data))))
     for side in SIDES:
-        source.vectors(side, model, runner, "warm-up", first)
+        source.vectors(side, model, options, "warm-up", first)
 
     def encode(side: str) -> torch.Tensor:
-        vectors, bad = source.vectors(side, model, runner, side)
+        vectors, bad = source.vectors(side, model, options, side)
         if bad:
             sys.exit(f"error: {len(bad)} pictures cannot be read: {next(iter(bad.values()))}")
         return vectors

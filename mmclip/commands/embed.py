@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import Tensor
 
 from mmclip import distributed
-from mmclip.commands.evaluate import make_runner
+from mmclip.commands.evaluate import encode_options
 from mmclip.config import EmbedConfig
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.image_text import ImageTextData, skipped_line
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import Embeddings, save_embeddings
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import EvalSource, draw_bank
@@ -47,20 +47,20 @@ def run(settings: EmbedConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _require_space(path, [data, *distractors.values()], model)
     model.towers.to(device)
-    runner = make_runner(settings, device)
-    source = EvalSource.open(data, distractors, model, runner)
-    found = source.embed(model, runner)
+    options = encode_options(settings, device)
+    source = EvalSource.open(data, distractors, model, options)
+    found = source.embed(model, options)
     if found.skipped:
         print(skipped_line(found.skipped), file=sys.stderr)
     scales = {d.value: a for d, a in alpha.items()}
     saved = dataclasses.replace(found, model=settings.model, metadata=model.metadata, alpha=scales)
     if bank_data is not None:
         bank = draw_bank(
-            Source(bank_data),
+            FeatureSource(bank_data),
             sorted({bank_side(d) for d in corrected}),
             settings.bank_size,
             model,
-            runner,
+            options,
             settings.seed,
             data,
         )

@@ -15,8 +15,8 @@ from mmclip.config import DiagnoseConfig, EncodeConfig, EvaluateConfig, TextEval
 from mmclip.data.beir import BeirCollection, open_beir
 from mmclip.data.datasets import open_bank, open_evaluation
 from mmclip.data.distractors import parse_distractors
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import load_embeddings
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import against_first, verdicts
@@ -119,19 +119,19 @@ def _clip_run(config: EvaluateConfig) -> tuple[str, Results]:
     print(f"evaluating on {len(data):,} images of {place}{extra}", file=sys.stderr)
     model = load_clip(config.model, config.pretrained)
     model.towers.to(device)
-    runner = make_runner(config, device)
+    options = encode_options(config, device)
     name = folder.name if folder else config.model
     shown = name if config.pretrained is None else f"{name}-{Path(config.pretrained).stem}"
     where = output_folder(config.output, default_output(folder, shown, data.path, data.split))
-    source = EvalSource.open(data, distractors, model, runner, kinds=kinds)
+    source = EvalSource.open(data, distractors, model, options, kinds=kinds)
     bank = Bank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
     if bank_data is not None:
         sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
-        bank = draw_bank(Source(bank_data), sides, config.bank_size, model, runner, config.seed, data)
+        bank = draw_bank(FeatureSource(bank_data), sides, config.bank_size, model, options, config.seed, data)
     results = evaluate_model(
         source,
         model,
-        runner,
+        options,
         model.metadata,
         {
             "model": config.model,
@@ -139,7 +139,7 @@ def _clip_run(config: EvaluateConfig) -> tuple[str, Results]:
             "weights": "random" if model.loaded_scale is None else "loaded",
             "versions": versions(),
         },
-        classes=ZeroShot.open(classes, model, runner) if classes else None,
+        classes=ZeroShot.open(classes, model, options) if classes else None,
         bank=bank,
         **_options(config),
     )
@@ -179,10 +179,10 @@ def _options(config: Config) -> dict[str, Any]:
     return {"fisher": fisher, "seed": config.seed, "block_bytes": config.block_bytes}
 
 
-def make_runner(config: EncodeConfig, device: torch.device) -> Runner:
+def encode_options(config: EncodeConfig, device: torch.device) -> EncodeOptions:
     """How commands that only encode run a model; their "auto" is float32."""
     precision = "fp32" if config.precision == "auto" else config.precision
-    return Runner(device, precision, config.batch_size, config.workers)
+    return EncodeOptions(device, precision, config.batch_size, config.workers)
 
 
 def run_folder(model: str) -> Path | None:

@@ -15,7 +15,7 @@ from mmclip.config import TrainConfig
 from mmclip.config.clip import parse_aug_cfg
 from mmclip.data.image_text import ImageTextData, by_key
 from mmclip.data.loading import Batch, TrainBatches
-from mmclip.embeddings.encode import Runner, encode_image, encode_text
+from mmclip.embeddings.encode import EncodeOptions, encode_images, encode_texts, image_encoder, text_encoder
 from mmclip.embeddings.files import Embeddings
 from mmclip.embeddings.trunk_cache import cached_trunk
 from mmclip.models.factory import ClipModel
@@ -23,7 +23,7 @@ from mmclip.models.towers import as_bytes
 
 
 @dataclasses.dataclass
-class Source:
+class FeatureSource:
     """Images with captions; ``cached`` holds trunk outputs by side: a row an image, a row a caption."""
 
     data: ImageTextData
@@ -35,11 +35,11 @@ class Source:
         cls,
         data: ImageTextData,
         model: ClipModel,
-        runner: Runner,
+        options: EncodeOptions,
         cache_dir: Path | None,
         label: str,
         sides: Sequence[str] = ("image", "text"),
-    ) -> Source:
+    ) -> FeatureSource:
         """``data`` as it is, or, with a ``cache_dir``, with the outputs of every locked trunk of ``sides``.
 
         The cache is that of the whole data set, however small a part ``data`` is. Images that a trunk could not be
@@ -53,7 +53,7 @@ class Source:
             if distributed.world()[0] != 0:
                 distributed.barrier()
             rows = origin.pictures if side == "image" else origin.texts
-            features, bad = cached_trunk(side, model, origin.whole, cache_dir, runner, f"{label}: {side} trunk", rows)
+            features, bad = cached_trunk(side, model, origin.whole, cache_dir, options, f"{label}: {side} trunk", rows)
             if distributed.world()[0] == 0:
                 distributed.barrier()
             source.cached[side] = features
@@ -96,7 +96,7 @@ class Source:
         )
 
     def vectors(
-        self, side: str, model: ClipModel, runner: Runner, label: str, rows: Sequence[int] | None = None
+        self, side: str, model: ClipModel, options: EncodeOptions, label: str, rows: Sequence[int] | None = None
     ) -> tuple[Tensor, dict[int, str]]:
         """Raw vectors of a side, or of its ``rows`` (captions are counted through all images): ([n, D], {row: why}).
 
@@ -105,18 +105,20 @@ class Source:
         model.towers.eval()
         if side in self.cached:
             inputs = self.cached[side]
-            return self._through_head(side, inputs if rows is None else inputs[rows], model, runner), {}
+            return self._through_head(side, inputs if rows is None else inputs[rows], model, options), {}
         if side == "image":
             data = self.data if rows is None else self.data.subset(rows)
-            return runner.images(encode_image(model), data, as_bytes(model.transform()), label=f"{label}: images")
+            return encode_images(
+                image_encoder(model), data, as_bytes(model.transform()), options, label=f"{label}: images"
+            )
         captions = [c for image in self.data.captions for c in image]
         captions = captions if rows is None else [captions[row] for row in rows]
-        return runner.texts(encode_text(model), captions, model.tokens, label=f"{label}: captions"), {}
+        return encode_texts(text_encoder(model), captions, model.tokens, options, label=f"{label}: captions"), {}
 
-    def embed(self, model: ClipModel, runner: Runner, label: str) -> Embeddings:
+    def embed(self, model: ClipModel, options: EncodeOptions, label: str) -> Embeddings:
         """Raw embeddings of every image and caption; an image that cannot be read goes with its captions."""
-        image, bad = self.vectors("image", model, runner, label)
-        text, _ = self.vectors("text", model, runner, label)
+        image, bad = self.vectors("image", model, options, label)
+        text, _ = self.vectors("text", model, options, label)
         kept = [row for row in range(len(self.data)) if row not in bad]
         data = self.data.subset(kept)
         owner = [row for row, texts in enumerate(data.captions) for _ in texts]
@@ -137,9 +139,9 @@ class Source:
         )
 
     @torch.no_grad()
-    def _through_head(self, side: str, inputs: Tensor, model: ClipModel, runner: Runner) -> Tensor:
-        with runner.autocast():
-            parts = [model.towers.head(side, rows.to(runner.device)).float().cpu() for rows in inputs.split(4096)]
+    def _through_head(self, side: str, inputs: Tensor, model: ClipModel, options: EncodeOptions) -> Tensor:
+        with options.autocast():
+            parts = [model.towers.head(side, rows.to(options.device)).float().cpu() for rows in inputs.split(4096)]
         return torch.cat(parts)
 
 

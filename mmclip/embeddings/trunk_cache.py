@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmclip.data.image_text import ImageTextData
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions, encode_images, encode_texts
 from mmclip.errors import UserError, printable
 from mmclip.io import alone_in, require_space, write_atomically
 from mmclip.models.factory import ClipModel
@@ -42,7 +42,7 @@ def cached_trunk(
     model: ClipModel,
     data: ImageTextData,
     folder: Path,
-    runner: Runner,
+    options: EncodeOptions,
     label: str,
     rows: Sequence[int] | None = None,
 ) -> tuple[Tensor, dict[int, str]]:
@@ -71,9 +71,11 @@ def cached_trunk(
         own, note = rows_of(part), f"{label} ({part + 1}/{-(-total // size)})"
         if side == "image":
             reader = as_bytes(model.transform())
-            return runner.images(lambda x: model.towers.trunk("image", model.pixels(x)), data, reader, own, note)
+            return encode_images(
+                lambda x: model.towers.trunk("image", model.pixels(x)), data, reader, options, own, note
+            )
         texts = captions[own.start : own.stop]
-        return runner.texts(lambda t: model.towers.trunk("text", t), texts, model.tokens, note), {}
+        return encode_texts(lambda t: model.towers.trunk("text", t), texts, model.tokens, options, note), {}
 
     found: dict[int, tuple[Tensor, dict[int, str]]] = {}
 
@@ -87,7 +89,7 @@ def cached_trunk(
         with alone_in(place, f"{label}: waiting for another process that fills {printable(place)}"):
             left = missing()
             if left:
-                row = 4 * _width(side, model, runner)
+                row = 4 * _width(side, model, options)
                 require_space(
                     place,
                     len(left) * size * row,
@@ -125,7 +127,7 @@ def _save(path: Path, features: Tensor, bad: dict[int, str]) -> None:
     write_atomically(path, lambda p: save_file({"features": features}, str(p)), ADVICE)  # last: it makes the part count
 
 
-def _width(side: str, model: ClipModel, runner: Runner) -> int:
+def _width(side: str, model: ClipModel, options: EncodeOptions) -> int:
     """Numbers that a trunk gives for one input."""
     one = model.transform()(Image.new("RGB", (64, 64)))[None] if side == "image" else model.tokenize(["a"])
-    return model.towers.trunk(side, one.to(runner.device)).shape[1]
+    return model.towers.trunk(side, one.to(options.device)).shape[1]

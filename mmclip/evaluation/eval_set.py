@@ -21,8 +21,8 @@ from torch import Tensor
 from mmclip.data.beir import BeirCollection
 from mmclip.data.distractors import KINDS, TWINS, Corrupted, captions
 from mmclip.data.image_text import ImageTextData
-from mmclip.embeddings.encode import Runner, encode_image, encode_text
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions, encode_images, encode_texts, image_encoder, text_encoder
+from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import Distractors, Embeddings, check_vectors, load_embeddings
 from mmclip.errors import UserError, printable
 from mmclip.models.factory import ClipModel
@@ -205,8 +205,8 @@ class EvalSource:
         kinds: Built-in distractors, made out of the main data (mmclip.data.distractors).
     """
 
-    main: Source
-    distractors: dict[str, Source] = field(default_factory=dict)
+    main: FeatureSource
+    distractors: dict[str, FeatureSource] = field(default_factory=dict)
     kinds: list[str] = field(default_factory=list)
 
     @classmethod
@@ -215,50 +215,52 @@ class EvalSource:
         data: ImageTextData,
         distractors: Mapping[str, ImageTextData],
         model: ClipModel,
-        runner: Runner,
+        options: EncodeOptions,
         cache_dir: Path | None = None,
         kinds: Sequence[str] = (),
     ) -> EvalSource:
-        def source(content: ImageTextData, label: str) -> Source:
-            return Source.open(content, model, runner, cache_dir, label)
+        def source(content: ImageTextData, label: str) -> FeatureSource:
+            return FeatureSource.open(content, model, options, cache_dir, label)
 
         return cls(source(data, "evaluation"), {name: source(d, name) for name, d in distractors.items()}, list(kinds))
 
-    def embed(self, model: ClipModel, runner: Runner, with_distractors: bool = True, seed: int = 0) -> Embeddings:
+    def embed(
+        self, model: ClipModel, options: EncodeOptions, with_distractors: bool = True, seed: int = 0
+    ) -> Embeddings:
         """Encode everything once; ``seed``: of the built-in distractors."""
-        found = self.main.embed(model, runner, "evaluation")
+        found = self.main.embed(model, options, "evaluation")
         distractors = []
         for name, source in self.distractors.items() if with_distractors else ():
-            extra = source.embed(model, runner, name)
+            extra = source.embed(model, options, name)
             owner = {"image": list(range(len(extra.image))), "text": extra.owners().tolist()}
             mark = source.data.fingerprint()
             distractors.append(Distractors(name, extra.image, extra.text, extra.captions, mark, owner))
         for kind in self.kinds if with_distractors else ():
-            distractors.append(self._kind(kind, found, model, runner, seed))
+            distractors.append(self._kind(kind, found, model, options, seed))
         return dataclasses.replace(found, distractors=distractors)
 
-    def _kind(self, kind: str, main: Embeddings, model: ClipModel, runner: Runner, seed: int) -> Distractors:
+    def _kind(self, kind: str, main: Embeddings, model: ClipModel, options: EncodeOptions, seed: int) -> Distractors:
         """One built-in kind: as many pictures as the data have, made out of them, or as many captions."""
         mark = f"seed {seed}"
         if KINDS[kind] == "text":
             texts = captions(kind, main.texts, len(main.texts), seed)
-            vectors = runner.texts(encode_text(model), texts, model.tokens, kind)
+            vectors = encode_texts(text_encoder(model), texts, model.tokens, options, kind)
             return Distractors(kind, text=vectors, captions=texts, mark=mark)
         row_of = {key: row for row, key in enumerate(self.main.data.keys)}
         readable = self.main.data.subset([row_of[key] for key in main.image_ids])
         corrupted = Corrupted(kind, as_bytes(model.transform()), seed)
-        image, bad = runner.images(encode_image(model), readable, corrupted, label=kind)
+        image, bad = encode_images(image_encoder(model), readable, corrupted, options, label=kind)
         kept = [row for row in range(len(image)) if row not in bad]
         twins = kind in TWINS
         return Distractors(kind, image[kept], mark=mark, owner={"image": kept} if twins else {}, twins=twins)
 
 
 def draw_bank(
-    source: Source,
+    source: FeatureSource,
     sides: Iterable[str],
     size: int,
     model: ClipModel,
-    runner: Runner,
+    options: EncodeOptions,
     seed: int = 0,
     evaluated: ImageTextData | None = None,
 ) -> Bank:
@@ -279,7 +281,7 @@ def draw_bank(
         if evaluated is not None:  # an image is the evaluation's if all of its captions are
             bank.overlap[side] = sum(all(c in own for c in texts[side][row]) for row in rows)
             _require_others(data.path, bank.overlap[side], len(rows), "captions")
-        vectors, bad = source.vectors(side, model, runner, "bank", rows.tolist())
+        vectors, bad = source.vectors(side, model, options, "bank", rows.tolist())
         bank.vectors[side] = vectors[[i for i in range(len(rows)) if i not in bad]]
     return bank
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from mmclip import metrics as rates
 from mmclip.console import progress_bar
 from mmclip.data.image_text import skipped_line
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.diagnostics import diagnose
 from mmclip.evaluation.eval_set import UNITS, EvalSet, EvalSource, image_text_sets
@@ -410,7 +410,7 @@ def ranking_bars() -> Iterator[Progress]:
 def evaluate_model(
     source: EvalSource,
     model: ClipModel,
-    runner: Runner,
+    options: EncodeOptions,
     trained: Mapping[str, Any],
     about: Mapping[str, Any],
     *,
@@ -425,13 +425,13 @@ def evaluate_model(
         about: What else results.json says.
         how: Of :func:`evaluate`.
     """
-    data = source.embed(model, runner, seed=seed)
+    data = source.embed(model, options, seed=seed)
     if data.skipped:
         print(f"evaluation data: {skipped_line(data.skipped)}", file=sys.stderr)
     metadata: Json = {"skipped": data.skipped, "trained_with": dict(trained), **about}
     native = native_exponents(trained)
     if classes is not None:
-        metadata["zero_shot"] = classes.measure(model, runner, native, seed)
+        metadata["zero_shot"] = classes.measure(model, options, native, seed)
         if skipped := metadata["zero_shot"]["skipped"]:
             print(f"zero-shot data: {skipped_line(skipped)}", file=sys.stderr)
     sets = image_text_sets(data, {"path": source.main.data.path, "split": source.main.data.split})

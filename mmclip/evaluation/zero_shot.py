@@ -20,8 +20,8 @@ from mmclip import metrics
 from mmclip.data.image_text import BadSample, ImageTextData
 from mmclip.data.scenes.build import CLASSES, build_scene_classes
 from mmclip.data.shards import Sample, builtin_root, find_split, index_shard, is_folder, shards_of
-from mmclip.embeddings.encode import Runner, encode_text
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions, encode_texts, text_encoder
+from mmclip.embeddings.features import FeatureSource
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.models.factory import ClipModel
@@ -117,21 +117,23 @@ class ZeroShot:
     """Classes with a model: their pictures read live, or replaced by cached outputs of a locked trunk."""
 
     classes: Classes
-    source: Source
+    source: FeatureSource
 
     @classmethod
-    def open(cls, classes: Classes, model: ClipModel, runner: Runner, cache_dir: Path | None = None) -> ZeroShot:
-        return cls(classes, Source.open(classes.data, model, runner, cache_dir, "zero-shot", ("image",)))
+    def open(
+        cls, classes: Classes, model: ClipModel, options: EncodeOptions, cache_dir: Path | None = None
+    ) -> ZeroShot:
+        return cls(classes, FeatureSource.open(classes.data, model, options, cache_dir, "zero-shot", ("image",)))
 
-    def measure(self, model: ClipModel, runner: Runner, native: Exponents, seed: int = 0) -> Json:
+    def measure(self, model: ClipModel, options: EncodeOptions, native: Exponents, seed: int = 0) -> Json:
         """The section "zero_shot" of results.json. native: the trained exponents; seed: of the bootstrap.
 
         Pictures that cannot be read are left out and named. Errors: UserError where none can be read.
         """
         data = self.source.data
-        image, bad = self.source.vectors("image", model, runner, "zero-shot")
+        image, bad = self.source.vectors("image", model, options, "zero-shot")
         kept = [row for row in range(len(data)) if row not in bad]
-        prompts = runner.texts(encode_text(model), self.classes.prompts(), model.tokens, "zero-shot: prompts")
+        prompts = encode_texts(text_encoder(model), self.classes.prompts(), model.tokens, options, "zero-shot: prompts")
         labels = [self.classes.labels[data.keys[row]] for row in kept]
         return {
             "data": {"path": data.path, "split": data.split},

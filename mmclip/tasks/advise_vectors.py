@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmclip import distributed
 from mmclip.config import AdviseConfig
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import EvalSource
 from mmclip.io import json_array, read_arrays, read_json_array, write_arrays
@@ -173,9 +173,9 @@ def _encode_clip(settings: AdviseConfig, folder: Path) -> Encoded:
     arrays = _cached(folder, key)
     if arrays is None:
         precision = "fp32" if settings.precision == "auto" else settings.precision
-        runner = Runner(device, precision, settings.encode_batch_size, settings.workers)
+        options = EncodeOptions(device, precision, settings.encode_batch_size, settings.workers)
         model.towers.to(device)
-        found = EvalSource.open(data, {}, model, runner).embed(model, runner, with_distractors=False)
+        found = EvalSource.open(data, {}, model, options).embed(model, options, with_distractors=False)
         assert found.owner is not None
         arrays = {"first": found.image.numpy(), "second": found.text.numpy(), "pairs": found.pairs.numpy(),
                   "owner": np.array(found.owner)}  # fmt: skip

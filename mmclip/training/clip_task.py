@@ -17,8 +17,8 @@ from mmclip.config.model_config import export_folder
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData, by_key, skipped_line
 from mmclip.data.loading import Batch, steps_per_epoch
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.errors import printable
 from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets
 from mmclip.evaluation.evaluate import evaluate_model, quick_rates
@@ -107,30 +107,30 @@ class ClipTask(Task):
     def open(cls, config: TrainConfig, data: ClipData, model: ClipModel, device: torch.device) -> ClipTask:
         """The task of a run's data and model; with --cache-features locked trunks run over the data here."""
         precision, rank = text_precision(config.precision, device), distributed.world()[0]
-        runner = Runner(device, precision, config.batch_size, config.workers, progress=rank == 0)
+        options = EncodeOptions(device, precision, config.batch_size, config.workers, progress=rank == 0)
         cache = Path(config.cache_dir) if config.cache_features else None
-        source = Source.open(data.train, model, runner, cache, "training")
+        source = FeatureSource.open(data.train, model, options, cache, "training")
         val = zero_shot = None
         if data.val is not None and config.benchmark is None:
-            val = EvalSource.open(data.val, data.distractors, model, runner, cache)
+            val = EvalSource.open(data.val, data.distractors, model, options, cache)
         if data.classes is not None and config.benchmark is None:
-            zero_shot = ZeroShot.open(data.classes, model, runner, cache)
-        return cls(config, model, build_loss(config, model).to(device), source, runner, val, zero_shot)
+            zero_shot = ZeroShot.open(data.classes, model, options, cache)
+        return cls(config, model, build_loss(config, model).to(device), source, options, val, zero_shot)
 
     def __init__(
         self,
         config: TrainConfig,
         model: ClipModel,
         loss: ContrastiveLoss,
-        source: Source,
-        runner: Runner,
+        source: FeatureSource,
+        options: EncodeOptions,
         val: EvalSource | None = None,
         zero_shot: ZeroShot | None = None,
     ) -> None:
-        self.config, self.model, self.loss, self.runner = config, model, loss, runner
+        self.config, self.model, self.loss, self.options = config, model, loss, options
         self.source, self.val, self.zero_shot = source, val, zero_shot
         self.towers = self.encoder = model.towers
-        self.device, self.precision, self.outputs = runner.device, runner.precision, self.sides
+        self.device, self.precision, self.outputs = options.device, options.precision, self.sides
         self.loader = source.batches(config, model, pin=self.device.type == "cuda")
         self.part_size = config.batch_size
         self.accumulates = config.accum_freq > 1 or config.loss_batch_size is not None
@@ -227,8 +227,8 @@ class ClipTask(Task):
 
     def validate(self, exponents: Exponents) -> dict[str, float]:
         assert self.val is not None
-        runner = dataclasses.replace(self.runner, progress=False)
-        data = image_text_sets(self.val.embed(self.model, runner, with_distractors=False))[0]
+        options = dataclasses.replace(self.options, progress=False)
+        data = image_text_sets(self.val.embed(self.model, options, with_distractors=False))[0]
         return quick_rates(data, exponents, CLIP_DIRECTIONS, [self.metric])
 
     def introduction(self) -> list[str]:
@@ -266,9 +266,9 @@ class ClipTask(Task):
             return
         config, trained = self.config, self.metadata()
         sides = {bank_side(d.opposite) for d in trained_directions(trained)} if config.bank_size else set()
-        bank = draw_bank(self.source, sorted(sides), config.bank_size, self.model, self.runner, config.seed)
+        bank = draw_bank(self.source, sorted(sides), config.bank_size, self.model, self.options, config.seed)
         about = {"model": config.model, "seed": config.seed, "versions": metadata.versions()}
-        yield "", evaluate_model(self.val, self.model, self.runner, trained, about, classes=self.zero_shot,
+        yield "", evaluate_model(self.val, self.model, self.options, trained, about, classes=self.zero_shot,
                                   bank=bank, seed=config.seed)  # fmt: skip
 
     # --- start.json -----------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class ClipTask(Task):
         alphas = self._alphas(pairs)
         scales = {f"logit_scale_{d.value}": alphas[d] for d, weight in self.loss.weights.items() if weight > 0}
         about = {"model": config.model, "seed": config.seed, "steps": 0, "versions": metadata.versions()}
-        results = evaluate_model(self.val, self.model, self.runner, trained | scales, about, classes=self.zero_shot,
+        results = evaluate_model(self.val, self.model, self.options, trained | scales, about, classes=self.zero_shot,
                                   fisher=True, seed=config.seed)  # fmt: skip
         native, each = native_exponents(trained), np.arange(len(pairs["image"]))
         fisher: Json = {"data": {"path": self.source.data.path, "split": self.source.data.split}}
@@ -305,8 +305,8 @@ class ClipTask(Task):
         n, enough = len(self.source.data), 2 * PER_DIMENSION * int(self.model.towers.model_cfg["embed_dim"])
         rows = np.sort(np.random.default_rng(self.config.seed).choice(n, min(n, enough), replace=False)).tolist()
         texts = self.loader.drawn(0, rows).tolist()
-        image, bad = self.source.vectors("image", self.model, self.runner, "before the first step", rows)
-        text, _ = self.source.vectors("text", self.model, self.runner, "before the first step", texts)
+        image, bad = self.source.vectors("image", self.model, self.options, "before the first step", rows)
+        text, _ = self.source.vectors("text", self.model, self.options, "before the first step", texts)
         kept = [i for i in range(len(rows)) if i not in bad]
         return {"image": image[kept], "text": text[kept]}
 

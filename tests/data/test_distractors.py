@@ -15,7 +15,7 @@ from PIL import Image
 
 from mmclip.data.distractors import KINDS, Corrupted, captions, corrupt, parse_distractors
 from mmclip.data.image_text import ImageTextData
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions, encode_images
 from mmclip.errors import UserError
 
 PICTURES = [kind for kind, side in KINDS.items() if side == "image"]
@@ -125,11 +125,13 @@ def test_reading_processes_and_order_change_nothing(kind, data):
     assert pickle.loads(pickle.dumps(transform)) == transform
     made = {}
     for name, rows, workers in (("here", range(9), 0), ("there", range(9), 2)):
-        runner = Runner(torch.device("cpu"), batch_size=2, workers=workers, progress=False)
-        made[name], bad = runner.images(numbers, data, transform, rows)
+        options = EncodeOptions(torch.device("cpu"), batch_size=2, workers=workers, progress=False)
+        made[name], bad = encode_images(numbers, data, transform, options, rows)
         assert bad == {}
     assert torch.equal(made["here"], made["there"])
-    backwards, _ = Runner(torch.device("cpu"), progress=False).images(numbers, data.subset(range(9)[::-1]), transform)
+    backwards, _ = encode_images(
+        numbers, data.subset(range(9)[::-1]), transform, EncodeOptions(torch.device("cpu"), progress=False)
+    )
     assert torch.equal(backwards.flip(0), made["here"])
     assert torch.equal(made["here"][3], as_tensor(corrupt(kind, data.read_image(3), 4)).flatten())
 

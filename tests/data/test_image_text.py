@@ -15,7 +15,7 @@ from PIL import Image
 
 from mmclip.data.image_text import BadSample, ImageTextData, by_key, skipped_line
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions, encode_images
 from mmclip.errors import UserError
 from mmclip.training.monitors import BadSamples, no_samples
 from tests.data.test_data import folder, good, jpeg, write_tar
@@ -129,7 +129,7 @@ def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path
     with pytest.raises(BadSample) as error:
         data.read_image(0)
     with pytest.raises(UserError) as none:  # embed.py, the evaluation, and training with --cache-features
-        Runner(torch.device("cpu"), progress=False).images(lambda x: x.flatten(1), data, TRANSFORM)
+        encode_images(lambda x: x.flatten(1), data, TRANSFORM, EncodeOptions(torch.device("cpu"), progress=False))
     (line,) = BadSamples().add([error.value])  # training
     for text in (str(error.value), line, skipped_line(by_key([error.value])), str(none.value),
                  str(no_samples(1, 1, by_key([error.value])))):  # fmt: skip

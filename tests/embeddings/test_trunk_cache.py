@@ -12,14 +12,14 @@ import torch
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data
 from mmclip.embeddings import trunk_cache
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.errors import UserError
 from mmclip.models.factory import ClipModel, build_model
 from tests.data.test_data import good, jpeg, write_tar
 from tests.helpers.tiny import ROOT
 
-RUNNER = Runner(torch.device("cpu"), batch_size=4, progress=False)
+OPTIONS = EncodeOptions(torch.device("cpu"), batch_size=4, progress=False)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(side: str, model: ClipModel, data: ImageTextData, folder: Path) -> torch.Tensor:
-    features, bad = trunk_cache.cached_trunk(side, model, data, folder, RUNNER, "test")
+    features, bad = trunk_cache.cached_trunk(side, model, data, folder, OPTIONS, "test")
     assert not bad
     return features
 
@@ -65,15 +65,15 @@ def test_an_interrupted_fill_goes_on_where_it_stopped(
 ) -> None:
     whole = fill("image", model, data, tmp_path / "whole")
     ran: list[range] = []
-    original = Runner.images
+    original = trunk_cache.encode_images
 
-    def counted(self, encode, data, transform, rows=None, label=""):  # type: ignore[no-untyped-def]
+    def counted(encode, data, transform, options, rows=None, label=""):  # type: ignore[no-untyped-def]
         ran.append(rows)
         if len(ran) == 2:
             raise KeyboardInterrupt
-        return original(self, encode, data, transform, rows, label)
+        return original(encode, data, transform, options, rows, label)
 
-    monkeypatch.setattr(Runner, "images", counted)
+    monkeypatch.setattr(trunk_cache, "encode_images", counted)
     with pytest.raises(KeyboardInterrupt):
         fill("image", model, data, tmp_path / "cut")
     assert torch.equal(fill("image", model, data, tmp_path / "cut"), whole)
@@ -101,7 +101,7 @@ def test_unreadable_pictures_leave_the_data(model: ClipModel, tmp_path: Path) ->
     members = [("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny"), *good(5)]
     data = open_data(str(write_tar(tmp_path / "1.tar", members)))
     for _ in range(2):  # computed, then from disk
-        source = Source.open(data, model, RUNNER, tmp_path / "cache", "test")
+        source = FeatureSource.open(data, model, OPTIONS, tmp_path / "cache", "test")
         assert list(source.skipped) == ["bad"] and source.data.keys == [f"k{i}" for i in range(5)]
         assert len(source.cached["image"]) == 5 and len(source.cached["text"]) == 10
         assert torch.isfinite(source.cached["image"]).all()
@@ -124,25 +124,25 @@ def test_a_folder_that_cannot_be_written_is_one_line(model: ClipModel, data: Ima
 def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
     model: ClipModel, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Source.open(data, model, RUNNER, tmp_path / "cache", "whole")
+    FeatureSource.open(data, model, OPTIONS, tmp_path / "cache", "whole")
     train, held = data.holdout(3)
     parts = [train, held, data.subset([7, 1, 4]), train.permute(0), train.subset(range(4)).permute(1)]
-    live = [Source(part) for part in parts]
-    expected = [{s: source.vectors(s, model, RUNNER, "live")[0] for s in ("image", "text")} for source in live]
-    for name in ("images", "texts"):
-        monkeypatch.setattr(Runner, name, lambda *_, **__: pytest.fail("a trunk was run again"))
+    live = [FeatureSource(part) for part in parts]
+    expected = [{s: source.vectors(s, model, OPTIONS, "live")[0] for s in ("image", "text")} for source in live]
+    for name in ("encode_images", "encode_texts"):
+        monkeypatch.setattr(trunk_cache, name, lambda *_, **__: pytest.fail("a trunk was run again"))
     for part, vectors in zip(parts, expected, strict=True):
-        source = Source.open(part, model, RUNNER, tmp_path / "cache", "part")
+        source = FeatureSource.open(part, model, OPTIONS, tmp_path / "cache", "part")
         for side, wanted in vectors.items():
-            found, _ = source.vectors(side, model, RUNNER, "cached")
+            found, _ = source.vectors(side, model, OPTIONS, "cached")
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_parts_that_hold_rows_are_computed(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
-    Source.open(data.subset([0, 9]), model, RUNNER, tmp_path, "ends")
+    FeatureSource.open(data.subset([0, 9]), model, OPTIONS, tmp_path, "ends")
     names = sorted(p.name for p in tmp_path.glob("image-*/*.safetensors"))
     assert names == ["part-00000.safetensors", "part-00002.safetensors"]
-    Source.open(data, model, RUNNER, tmp_path, "whole")
+    FeatureSource.open(data, model, OPTIONS, tmp_path, "whole")
     assert len(list(tmp_path.glob("image-*/*.safetensors"))) == 3, "the same cache, filled up"
 
 
@@ -151,13 +151,13 @@ def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_sta
 ) -> None:
     members = [*good(3), ("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny\nz")]
     data = open_data(str(write_tar(tmp_path / "1.tar", members)))
-    source = Source.open(data.permute(0), model, RUNNER, tmp_path / "cache", "test")
+    source = FeatureSource.open(data.permute(0), model, OPTIONS, tmp_path / "cache", "test")
     assert list(source.skipped) == ["bad"] and source.data.keys == ["k0", "k1", "k2"]
     assert ["x", "y", "z"] in source.data.captions, "another picture has them"
     assert len(source.cached["text"]) == sum(len(c) for c in source.data.captions)
-    expected, _ = Source(source.data).vectors("text", model, RUNNER, "live")
-    torch.testing.assert_close(source.vectors("text", model, RUNNER, "cached")[0], expected, rtol=1e-4, atol=1e-5)
-    untouched = Source.open(data.subset([1, 2]), model, RUNNER, tmp_path / "cache", "test")
+    expected, _ = FeatureSource(source.data).vectors("text", model, OPTIONS, "live")
+    torch.testing.assert_close(source.vectors("text", model, OPTIONS, "cached")[0], expected, rtol=1e-4, atol=1e-5)
+    untouched = FeatureSource.open(data.subset([1, 2]), model, OPTIONS, tmp_path / "cache", "test")
     assert not untouched.skipped and untouched.data.keys == ["k1", "k2"]
 
 
@@ -165,11 +165,11 @@ def test_two_processes_share_the_work(tiny_data: Path, tiny_model: Path, tmp_pat
     """Both start with an empty cache: every trunk is run once, by one of them, and both have its outputs."""
     code = (
         "import sys, torch; from pathlib import Path\n"
-        "from mmclip.models.factory import build_model; from mmclip.data.shards import open_data; from mmclip.embeddings.features import Source\n"
-        "from mmclip.embeddings.encode import Runner\n"
+        "from mmclip.models.factory import build_model; from mmclip.data.shards import open_data; from mmclip.embeddings.features import FeatureSource\n"
+        "from mmclip.embeddings.encode import EncodeOptions\n"
         "torch.manual_seed(0); model = build_model(sys.argv[2])\n"
         "for side in ('image', 'text'): model.towers.lock(side)\n"
-        "source = Source.open(open_data(sys.argv[1]), model, Runner(torch.device('cpu')), Path(sys.argv[3]), 'test')\n"
+        "source = FeatureSource.open(open_data(sys.argv[1]), model, EncodeOptions(torch.device('cpu')), Path(sys.argv[3]), 'test')\n"
         "print({side: float(x.sum()) for side, x in source.cached.items()})"
     )
     command = [sys.executable, "-c", code, str(tiny_data), str(tiny_model), str(tmp_path / "cache")]

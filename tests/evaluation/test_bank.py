@@ -10,14 +10,14 @@ import torch
 
 from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import Embeddings, save_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import draw_bank, saved_bank
 from mmclip.models.factory import ClipModel, load_clip
 
-RUNNER = Runner(torch.device("cpu"), batch_size=16, progress=False)
+OPTIONS = EncodeOptions(torch.device("cpu"), batch_size=16, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +36,32 @@ def test(tiny_data: Path) -> ImageTextData:
 
 
 def test_the_bank_holds_rows_of_the_data_drawn_by_the_seed(model: ClipModel, train: ImageTextData) -> None:
-    source = Source(train)
-    whole = source.embed(model, RUNNER, "all")
+    source = FeatureSource(train)
+    whole = source.embed(model, OPTIONS, "all")
     every = {"image": whole.image, "text": whole.text}
-    bank = draw_bank(source, ("image", "text"), 20, model, RUNNER, seed=3)
+    bank = draw_bank(source, ("image", "text"), 20, model, OPTIONS, seed=3)
     assert bank.name == f"{train.path} [train]" and not bank.transductive and not bank.overlap
     for side, rows in bank.vectors.items():
         assert len(rows) == 20
         distance = torch.cdist(rows.double(), every[side].double()).min(dim=1).values
         assert float(distance.max()) < 1e-4 * float(every[side].norm(dim=1).mean())
-    again, other = (draw_bank(source, ("text",), 20, model, RUNNER, seed=s).vectors["text"] for s in (3, 4))
+    again, other = (draw_bank(source, ("text",), 20, model, OPTIONS, seed=s).vectors["text"] for s in (3, 4))
     assert torch.equal(again, bank.vectors["text"]) and not torch.equal(other, again)
 
 
 def test_a_bank_larger_than_its_data_is_all_of_it(model: ClipModel, train: ImageTextData) -> None:
-    bank = draw_bank(Source(train), ("image",), 10_000, model, RUNNER)
+    bank = draw_bank(FeatureSource(train), ("image",), 10_000, model, OPTIONS)
     assert len(bank.vectors["image"]) == len(train)
 
 
 def test_cached_trunk_outputs_give_the_same_bank(model: ClipModel, train: ImageTextData, tmp_path: Path) -> None:
     model.towers.lock("text")
     try:
-        cached = Source.open(train, model, RUNNER, tmp_path, "bank")
+        cached = FeatureSource.open(train, model, OPTIONS, tmp_path, "bank")
         assert set(cached.cached) == {"text"}
-        live, fast = (draw_bank(s, ("text",), 30, model, RUNNER).vectors["text"] for s in (Source(train), cached))
+        live, fast = (
+            draw_bank(s, ("text",), 30, model, OPTIONS).vectors["text"] for s in (FeatureSource(train), cached)
+        )
     finally:
         model.towers.requires_grad_(True)
         model.towers.locked["text"] = False
@@ -70,13 +72,13 @@ def test_cached_trunk_outputs_give_the_same_bank(model: ClipModel, train: ImageT
 def test_the_evaluation_set_is_no_bank_under_any_name(model: ClipModel, test: ImageTextData, side: str) -> None:
     part = dataclasses.replace(test.subset(range(5, 15)), path="elsewhere")
     with pytest.raises(UserError, match=r"elsewhere is the evaluation set, or a part of it.*transductive"):
-        draw_bank(Source(part), (side,), 50, model, RUNNER, evaluated=test)
+        draw_bank(FeatureSource(part), (side,), 50, model, OPTIONS, evaluated=test)
 
 
 def test_captions_that_both_have_are_counted(model: ClipModel, train: ImageTextData, test: ImageTextData) -> None:
     known = {c for image in test.captions for c in image}
     expected = sum(c in known for image in train.captions for c in image)
-    bank = draw_bank(Source(train), ("text",), 10_000, model, RUNNER, evaluated=test)
+    bank = draw_bank(FeatureSource(train), ("text",), 10_000, model, OPTIONS, evaluated=test)
     assert bank.overlap == {"text": expected}
 
 
@@ -86,7 +88,7 @@ def test_an_image_that_cannot_be_read_is_left_out_of_the_bank(
     damaged = train.subset(range(12))
     (tmp_path / "bad.jpg").write_bytes(b"no picture")
     damaged.places[3] = (str(tmp_path / "bad.jpg"), -1, 0)
-    bank = draw_bank(Source(damaged), ("image",), 12, model, RUNNER)
+    bank = draw_bank(FeatureSource(damaged), ("image",), 12, model, OPTIONS)
     assert len(bank.vectors["image"]) == 11 and bool(bank.vectors["image"].isfinite().all())
 
 

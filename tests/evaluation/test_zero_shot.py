@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmclip import load_model
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions
 from mmclip.errors import UserError
 from mmclip.evaluation.zero_shot import ZeroShot, class_documents, classify, open_classes
 from mmclip.models.export import export_clip
@@ -24,7 +24,7 @@ from tests.data.test_data import write_tar
 from tests.helpers.benchmarking import COLOURS, OURS, flags, metrics_of
 from tests.helpers.tiny import run_script
 
-RUNNER = Runner(torch.device("cpu"), progress=False)
+OPTIONS = EncodeOptions(torch.device("cpu"), progress=False)
 
 
 @given(st.integers(0, 100), st.sampled_from([Exponents(1.0, 0.0), Exponents(0.3, 0.6), Exponents(0.0, 1.0)]))
@@ -70,7 +70,7 @@ def test_cosine_is_clip_benchmarks_accuracy_on_real_photos(shared: Path, tiny_mo
     torch.manual_seed(0)
     export_clip(tmp_path / "model", build_model(str(tiny_model)), 2.0, {"gamma_q": 1.0, "gamma_d": 0.0})
     data, model = shared / "data" / "cifar10_small", load_model(str(tmp_path / "model"))
-    found = ZeroShot.open(open_classes(str(data)), model, RUNNER).measure(model, RUNNER, Exponents(1.0, 0.0))
+    found = ZeroShot.open(open_classes(str(data)), model, OPTIONS).measure(model, OPTIONS, Exponents(1.0, 0.0))
     assert (found["n_classes"], found["n_images"], found["skipped"]) == (10, 1000, {})
     for scoring in ("cosine", "native"):
         output = tmp_path / f"{scoring}.json"
@@ -89,7 +89,7 @@ def test_cosine_is_stock_clip_benchmark_whatever_the_templates(
     pytest.importorskip("clip_benchmark")
     model = load_model(str(learned_run))
     native = Exponents(model.metadata["gamma_q"], model.metadata["gamma_d"])
-    found = ZeroShot.open(open_classes(str(classes)), model, RUNNER).measure(model, RUNNER, native)
+    found = ZeroShot.open(open_classes(str(classes)), model, OPTIONS).measure(model, OPTIONS, native)
     for scoring in ("cosine", "dot", "native"):
         output = tmp_path / f"{scoring}.json"
         done = run_script("clip_benchmark.py", *flags(classes, learned_run, output, *OURS, "--scoring", scoring))
@@ -104,9 +104,9 @@ def test_a_cached_trunk_gives_the_same_accuracy(classes: Path, tiny_model: Path,
     for side in ("image", "text"):
         model.towers.lock(side)
     opened, native = open_classes(str(classes)), Exponents(1.0, 0.0)
-    live = ZeroShot.open(opened, model, RUNNER).measure(model, RUNNER, native)
-    cached = ZeroShot.open(opened, model, RUNNER, tmp_path)
-    assert list(cached.source.cached) == ["image"] and cached.measure(model, RUNNER, native) == live
+    live = ZeroShot.open(opened, model, OPTIONS).measure(model, OPTIONS, native)
+    cached = ZeroShot.open(opened, model, OPTIONS, tmp_path)
+    assert list(cached.source.cached) == ["image"] and cached.measure(model, OPTIONS, native) == live
 
 
 def test_samples_that_cannot_be_used_are_left_out_and_named(classes: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_samples_that_cannot_be_used_are_left_out_and_named(classes: Path, tiny_
     torch.manual_seed(0)
     model = build_model(str(tiny_model))
     native = Normalization.COSINE.exponents
-    found = ZeroShot.open(open_classes(str(root)), model, RUNNER).measure(model, RUNNER, native)
+    found = ZeroShot.open(open_classes(str(root)), model, OPTIONS).measure(model, OPTIONS, native)
     assert found["n_images"] == 41
     reasons = {
         "outside": "label 6 of 6 classes", "word": "a whole number, got", "bare": "KEY.cls is missing",

@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmclip import load_model, metrics
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions
 from mmclip.evaluation.clip_benchmark import main
 from mmclip.evaluation.eval_set import EvalSource
 from mmclip.models.metadata import native_exponents
@@ -111,9 +111,9 @@ def assert_equal_within_ties(found: dict[str, float], run: Path, data: Path, sco
     Returns how many queries of each direction have a tie: an irrelevant document with exactly a relevant one's score.
     clip-benchmark multiplies in float32: scores that differ by less than its rounding are taken for ties here.
     """
-    model, runner = load_model(str(run)), Runner(torch.device("cpu"), progress=False)
+    model, options = load_model(str(run)), EncodeOptions(torch.device("cpu"), progress=False)
     opened = open_data(str(data), purpose="eval")
-    rows = EvalSource.open(opened, {}, model, runner).embed(model, runner)
+    rows = EvalSource.open(opened, {}, model, options).embed(model, options)
     exponents = native_exponents(model.metadata) if scoring == "native" else Normalization(scoring).exponents
     tied = {}
     for direction in CLIP_DIRECTIONS:

@@ -25,7 +25,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.distributed import fsdp as sharding
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions
 from mmclip.losses.contrastive import clip_loss
 from mmclip.models.factory import ClipModel, build_model
 from mmclip.training.checkpoint import restore
@@ -151,10 +151,10 @@ def own_batch(case: Case, step: int, rows: slice | None = None) -> Batch:
 
 def stepper(folder: Path, case: Case, fsdp: bool) -> TrainStep:
     model = build(folder, case)
-    runner = Runner(torch.device("cpu"), case.precision, progress=False)
+    options = EncodeOptions(torch.device("cpu"), case.precision, progress=False)
     source: Any = Live(model, case.from_trunk)
     given = {"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, "warmup": 0, "max_steps": 10, **dict(case.more)}
-    task = ClipTask(TrainConfig(**given), model, clip_loss("sym", "learned").to(case.dtype), source, runner)
+    task = ClipTask(TrainConfig(**given), model, clip_loss("sym", "learned").to(case.dtype), source, options)
     return TrainStep(task)
 
 

@@ -12,7 +12,7 @@ from mmclip.data.loading import Batch
 
 
 class LiveSource:
-    """A Source that passes on a batch's own tensors, of a data set with so many steps an epoch."""
+    """A FeatureSource that passes on a batch's own tensors, of a data set with so many steps an epoch."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

@@ -17,8 +17,8 @@ from mmclip import load_model
 from mmclip.commands.embed import run as embed
 from mmclip.config import EmbedConfig
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import EvalSource, draw_bank
@@ -28,13 +28,13 @@ from mmclip.retrieval.hubness import log_evidence
 from tests.helpers.evaluating import evaluate_clip
 from tests.helpers.tiny import run_script
 
-RUNNER = Runner(torch.device("cpu"), progress=False)
+OPTIONS = EncodeOptions(torch.device("cpu"), progress=False)
 BANK_SIZE = 40
 
 
 def bank_of(data: Path, side: str, model: ClipModel, size: int) -> torch.Tensor:
-    source = Source.open(open_data(str(data), "train"), model, RUNNER, None, "bank")
-    return draw_bank(source, [side], size, model, RUNNER).vectors[side]
+    source = FeatureSource.open(open_data(str(data), "train"), model, OPTIONS, None, "bank")
+    return draw_bank(source, [side], size, model, OPTIONS).vectors[side]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def model(learned_run: Path) -> ClipModel:
 
 def test_the_file_is_evaluated_as_the_model_is(saved: Embeddings, model: ClipModel, tiny_data: Path) -> None:
     main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
-    live = EvalSource.open(main, {"distractors": extra}, model, RUNNER).embed(model, RUNNER)
+    live = EvalSource.open(main, {"distractors": extra}, model, OPTIONS).embed(model, OPTIONS)
     data = saved
     assert data.fingerprint() == live.fingerprint()
     native = native_exponents(saved.metadata)

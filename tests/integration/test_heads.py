@@ -15,8 +15,8 @@ import torch
 from mmclip import load_model
 from mmclip.config import CONFIGS, TrainConfig, read_yaml, values_of
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.models.factory import build_model
 from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
@@ -37,27 +37,29 @@ def settings(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def cached(settings: dict[str, object]) -> Source:
+def cached(settings: dict[str, object]) -> FeatureSource:
     """The trunks run once; every run below trains from their outputs."""
     s = TrainConfig(**settings)  # type: ignore[arg-type]
     model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
     for side in ("image", "text"):
         model.towers.lock(side)
     data = open_data(s.train_data).subset(range(IMAGES))
-    return Source.open(data, model, Runner(torch.device("cpu"), progress=False), Path(s.cache_dir), "test")
+    return FeatureSource.open(
+        data, model, EncodeOptions(torch.device("cpu"), progress=False), Path(s.cache_dir), "test"
+    )
 
 
 @pytest.mark.parametrize("norm", list(Normalization))
 @pytest.mark.parametrize("loss", list(LOSS_WEIGHTS))
 def test_all_fifteen_pairs_train_with_finite_falling_losses(
-    settings: dict[str, object], cached: Source, tmp_path: Path, loss: str, norm: Normalization
+    settings: dict[str, object], cached: FeatureSource, tmp_path: Path, loss: str, norm: Normalization
 ) -> None:
     s = TrainConfig(**{**settings, "loss": loss, "norm": norm.value, "epochs": 8})  # type: ignore[arg-type]
     torch.manual_seed(seed_of(s.seed))
     model = build_model(s.model, image_trunk=s.image_trunk, text_trunk=s.text_trunk)
     for side in ("image", "text"):
         model.towers.lock(side)
-    task = ClipTask(s, model, build_loss(s, model), cached, Runner(torch.device("cpu"), progress=False))
+    task = ClipTask(s, model, build_loss(s, model), cached, EncodeOptions(torch.device("cpu"), progress=False))
     step, losses = TrainStep(task), []
     for epoch in range(s.epochs):
         for batch in task.batches(epoch):
@@ -68,7 +70,7 @@ def test_all_fifteen_pairs_train_with_finite_falling_losses(
 
 
 def test_export_with_a_hugging_face_tower_is_whole(
-    settings: dict[str, object], shared: Path, tmp_path: Path, cached: Source
+    settings: dict[str, object], shared: Path, tmp_path: Path, cached: FeatureSource
 ) -> None:
     done = run_script(
         "train_clip.py",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmclip.embeddings.encode import Runner, encode_text
+from mmclip.embeddings.encode import EncodeOptions, encode_texts, text_encoder
 from mmclip.models.factory import ClipModel, build_model
 from mmclip.models.towers import shorten_tokens
 from tests.helpers.tiny import MODEL
@@ -85,14 +85,14 @@ def test_no_texts_and_full_ones(tmp_path: Path) -> None:
 
 def test_equal_captions_are_encoded_once_and_all_come_back_in_their_order(tmp_path: Path) -> None:
     model = build(tmp_path, {})
-    runner = Runner(torch.device("cpu"), batch_size=2, progress=False)
+    options = EncodeOptions(torch.device("cpu"), batch_size=2, progress=False)
     seen: list[torch.Tensor] = []
 
     def encode(tokens: torch.Tensor) -> torch.Tensor:
         seen.append(tokens)
-        return encode_text(model)(tokens)
+        return text_encoder(model)(tokens)
 
-    found = runner.texts(encode, CAPTIONS, model.tokens)
+    found = encode_texts(encode, CAPTIONS, model.tokens, options)
     assert sum(len(t) for t in seen) == 5 and seen[-1].shape[1] == 2, "the shortest last"
     with torch.no_grad():
         torch.testing.assert_close(found, model.towers(text=model.tokenize(CAPTIONS))[1], atol=1e-5, rtol=1e-5)

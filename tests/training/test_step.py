@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
-from mmclip.embeddings.encode import Runner
+from mmclip.embeddings.encode import EncodeOptions
 from mmclip.losses.contrastive import ContrastiveLoss, clip_loss
 from mmclip.models.factory import ClipModel, build_model
 from mmclip.roles import LOSS_WEIGHTS
@@ -56,8 +56,8 @@ def stepper(
     model.towers.to(dtype).train()
     settings = TrainConfig(warmup=0, max_steps=steps, **config)
     loss = build_loss(settings, model) if loss is None else loss
-    runner = Runner(torch.device("cpu"), progress=False)
-    return TrainStep(ClipTask(settings, model, loss.to(dtype), LiveSource(steps), runner))
+    options = EncodeOptions(torch.device("cpu"), progress=False)
+    return TrainStep(ClipTask(settings, model, loss.to(dtype), LiveSource(steps), options))
 
 
 def gradients(stepper: TrainStep) -> dict[str, Tensor]:
