@@ -183,10 +183,11 @@ class _Runner:
 
 
 def remove_damaged(runs: Sequence[StudyRun]) -> None:
-    """Remove finished runs that cannot be read, so that they are trained again."""
+    """Remove finished runs that cannot be read, so that they are trained again, and checkpoints of those that can."""
     for run in filter(is_finished, runs):
         try:
             read_run(run)
+            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
         except (UserError, OSError) as error:
             print(f"{printable(run.name, 80)}: damaged, is trained again: {printable(error, 400)}", file=sys.stderr)
             shutil.rmtree(run.folder)

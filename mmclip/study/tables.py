@@ -68,7 +68,10 @@ class StudyTable:
                 missing.setdefault(record["reason"], []).append(head.partition("\n")[0])
         rows = [(h, [_cell(r, name) for name in self.shown]) for h, r in zip(heads, self.records, strict=True)]
         notes = [printable(f"{', '.join(dict.fromkeys(names))}: {why}.", 400) for why, names in missing.items()]
-        columns = [name.partition("/")[0].replace("_minus_", " less ").replace("_", " ") for name in self.shown]
+        columns = [
+            name.partition("/")[0].replace("success@1_", "").replace("_minus_", " less ").replace("_", " ")
+            for name in self.shown
+        ]
         return Table(self.title, ["", *columns], rows, notes)
 
     def file(self) -> Table:
@@ -79,16 +82,19 @@ def _cell(record: Json, name: str) -> Cell:
     """A column's cell by the convention of its names; differences are signed and marked by their side of no effect."""
     name, _, other = name.partition("/")
     value = record.get(f"{name}_mean", record.get(name))
-    beside = f"{other.partition('_')[0]} {_cell(record, other).text}" if is_number(record.get(other)) else ""
+    beside = _cell(record, other).text if is_number(record.get(other)) else ""
     if not is_number(value):
         cell = text_cell(value, 200)
         cell.kind = cell.kind or MARKS.get(cell.text, "")
         return cell
     ratio, sign = "ratio" in name or name == "delta_cv", any(part in name for part in SIGNED)
     text = signed(value) if sign else rate(value) if isinstance(value, float) and abs(value) < 10 else f"{value:.0f}"
+    if beside and other.startswith("paper"):
+        text, beside = f"{text} / {beside}", ""
+    beside = beside and f"detectable {beside}"
     sd, lo, hi = (record.get(f"{name}_{end}") for end in ("sd", "lo", "hi"))
     if not is_number(lo) or not is_number(hi):
-        return Cell(text, " · ".join(filter(None, (f"±{rate(sd)}" if is_number(sd) else "", beside))))
+        return Cell(text, " ".join(filter(None, (f"±{rate(sd)}" if is_number(sd) else "", beside))))
     around = (KEPT if "ratio" in name else 1.0) if ratio else 0.0
     side: Literal["up", "down", "noise"] = "up" if lo > around else "down" if hi < around else "noise"
     return Cell(text, " · ".join(filter(None, (span([lo, hi]), beside))), side if ratio or sign else "")
@@ -193,9 +199,9 @@ def frontier(study: Study) -> Iterator[Record]:
         yield row
 
 
-@table(CLIP, "Table 6 of the paper", "paper_config loss norm arm n_seeds", "{loss} {norm}\n{paper_config}; {arm}",
+@table(CLIP, "Table 6 of the paper", "paper_config loss norm arm n_seeds", "{arm} ({paper_config})",
        ("d_topk_image/paper_d_image", "d_topk_text/paper_d_text",
-        *(f"success@1_{s}_{d}/paper_R@1_{s}_{d}" for s in ("cosine", "dot") for d in DIRECTIONS), "n_seeds"))  # fmt: skip
+        *(f"success@1_{s}_{d}/paper_R@1_{s}_{d}" for s in ("cosine", "dot") for d in DIRECTIONS)))  # fmt: skip
 def table6(study: Study) -> Iterator[Record]:
     """The paper's six configurations first, then every other arm; its numbers beside them, rates as fractions."""
     rest = list(study.arms)

@@ -184,7 +184,7 @@ def test_cells_follow_the_names_of_columns():
     assert [(c.text, c.detail, c.kind) for c in cells] == [
         (".970", ".960–1.100", "up"),
         ("−.100", "−.200, −.050", "down"),
-        (".250", "paper .500", ""),
+        (".250 / .500", "", ""),
         ("3", "", ""),
         ("not reproduced", "", "down"),
         ("–", "", "none"),

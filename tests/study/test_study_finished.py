@@ -134,7 +134,7 @@ def test_tables_are_printed_where_the_file_or_verbose_says_so(
     (tmp_path / "s.yaml").write_text(f"show: table6\n{ARMS}", encoding="utf-8")
     assert run(config, ["false"]) == 0
     said = capsys.readouterr().out
-    assert "Table 6 of the paper" in said and "Both directions kept" not in said
+    assert "Table 6 of the paper" in said and "/ .384" in said and "Both directions kept" not in said
     config.verbose = True
     assert run(config, ["false"]) == 0
     said = capsys.readouterr().out
