@@ -4,7 +4,7 @@
     python benchmarks/agreement.py --embeddings x.safetensors
 
 clip-benchmark's own zeroshot_retrieval.evaluate judges the vectors as those of a model (without autocast): raw ones for
-cosine, and for dot those that pass its normalization with their lengths (mmclip.evaluation.scored_model). clip-benchmark breaks
+cosine, and for dot those that pass its normalization with their lengths (mmclip.evaluation.clip_benchmark). clip-benchmark breaks
 ties by chance and mmclip against the model, so the numbers may differ in as many queries as are tied, and no more: the
 exit code is 1 where they do.
 """
@@ -21,7 +21,7 @@ from mmclip import metrics
 from mmclip.cli import run_guarded
 from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.errors import UserError
-from mmclip.evaluation.scored_model import ScoredModel
+from mmclip.evaluation.clip_benchmark import ScoredModel
 from mmclip.retrieval.ranking import rank_both
 from mmclip.similarity import CLIP_DIRECTIONS, Normalization
 

@@ -1,5 +1,18 @@
 """clip-benchmark's own command line, with the model type ``mmclip`` and a scoring added. Its source stays as it is.
 
+**Scores for a judge that takes cosines only.** A query ranks documents by (q . d) / |d|**gamma_d. Images are the
+documents of one direction and texts those of the other, so both sides are divided by their own norm**gamma_d: for one
+query its own factor is constant, and one pair of embeddings ranks rightly in both directions. What is left of the norms
+passes a judge that normalizes both sides in two more numbers,
+
+    image  [i, sqrt(M**2 - |i|**2), 0]        text  [t, 0, sqrt(M**2 - |t|**2)]
+
+whose cosine is i . t / M**2 (Neyshabur & Srebro 2015, arXiv 1410.5518, here on both sides). M is far above any norm:
+both roots are M in float32, so normalizing divides by a power of two, which is exact. With gamma_d = 1 raw features go
+out, and every number is the judge's own. In **classification** an image is the query and a class the document, the mean
+of its templates' t / |t|**gamma_d; that clip-benchmark normalizes it once more changes nothing, because such a mean has
+the norm M, too. Where images have several labels, clip-benchmark ranks images for each class, and an image's norm counts.
+
 **Replaced while it runs**, where no argument helps (version 1.6.2); the tests fail where one is no longer needed:
 
     cli.run                                  wrapped, to correct the settings of each evaluation before it starts:
@@ -24,17 +37,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmclip.config.model_config import names_a_file
 from mmclip.data.shards import is_folder, shards_of
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
-from mmclip.evaluation.scored_model import ScoredModel
 from mmclip.io import write_text_atomically
 from mmclip.models.factory import Tokenizer, load_clip
 from mmclip.models.metadata import native_exponents
-from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
+from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization, magnitude, normalize
 
 MODEL_TYPE = "mmclip"
 SCORINGS = (NATIVE, *(n.value for n in FIXED_NORMALIZATIONS))
@@ -46,6 +58,52 @@ documents, in both directions; {NATIVE} (the default) is the normalization that 
 --model is a run's folder, its model/ folder, local-dir:FOLDER, an open_clip model name or a model config JSON.
 Everything else is clip-benchmark's own:
 """
+
+M = 2.0**30
+LONGEST = 2.0**17  # up to here M**2 + |x|**2 and M**2 - |x|**2 round to M**2 in float32, with a factor of 4 to spare
+
+
+class ScoredModel(nn.Module):
+    """Towers whose embeddings, ranked by cosine, are ranked by a scoring.
+
+    towers: ``towers(image=, text=)`` -> raw features (mmclip.models.towers). exponents: the scoring's.
+    """
+
+    def __init__(self, towers: nn.Module, exponents: Exponents) -> None:
+        super().__init__()
+        self.towers = towers
+        self.gamma_d = float(exponents.gamma_d)
+
+    @torch.no_grad()
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Pictures [B, 3, H, W] -> [B, D + 2] float32, or the raw [B, D] where every length is divided out anyway.
+
+        Errors: UserError for features that are not finite, or longer than float32 has room for.
+        """
+        with torch.autocast(images.device.type, enabled=False):
+            return self._embedding("image", self.towers(image=images)[0])
+
+    @torch.no_grad()
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, L] -> as ``encode_image``."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self._embedding("text", self.towers(text=tokens)[1])
+
+    def _embedding(self, side: str, features: Tensor) -> Tensor:
+        if not bool(features.isfinite().all()):
+            raise UserError(f"{side} embeddings hold NaN or infinity: every value must be finite")
+        if self.gamma_d == 1.0:
+            return features
+        x = normalize(features, self.gamma_d)
+        length = magnitude(x)
+        if float(length.max()) > LONGEST:
+            raise UserError(
+                f"{side} embeddings: a length of {float(length.max()):,.0f}; at most {LONGEST:,.0f} can be told from "
+                "others in clip-benchmark. With --scoring cosine any length will do"
+            )
+        root = (M**2 - length.double().square()).sqrt().to(x).unsqueeze(1)
+        none = torch.zeros_like(root)
+        return torch.cat([x, root, none] if side == "image" else [x, none, root], dim=1)
 
 
 def load(

@@ -2,7 +2,7 @@
 
 A class's document is the mean over its templates' texts t of t / |t|**gamma_d. It is ranked as it is, by the picture's
 mean score of the templates, but for gamma_d = 1, where it is normalized once more: then it is clip-benchmark's class
-vector, and accuracy by cosine is clip-benchmark's (mmclip.evaluation.scored_model gives clip-benchmark the same).
+vector, and accuracy by cosine is clip-benchmark's (mmclip.evaluation.clip_benchmark gives clip-benchmark the same).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize as unit
 
 from mmclip import metrics
 from mmclip.errors import UserError
-from mmclip.evaluation.scored_model import M, ScoredModel
+from mmclip.evaluation.clip_benchmark import M, ScoredModel
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
 
