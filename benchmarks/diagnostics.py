@@ -203,7 +203,7 @@ def draws(n: int) -> Any:
 def measure(spec: Json) -> Json:
     import torch
 
-    from mmclip.similarity import SCALE_INIT, Exponents, mean_length_factors
+    from mmclip.similarity import SCALE_INIT, Exponents, mean_norm_factor
 
     torch.set_num_threads(spec["threads"])
     exponents = Exponents(0.5, 0.5)
@@ -211,7 +211,7 @@ def measure(spec: Json) -> Json:
     with torch.no_grad():
         form(spec["name"], *vectors(100, spec["dim"]), exponents, 1.0)  # imports, and what is made once
         q, d = vectors(spec["size"], spec["dim"])
-        alpha = SCALE_INIT / float(mean_length_factors(q, d, exponents).prod())
+        alpha = SCALE_INIT / mean_norm_factor(q, d, exponents)
         before, start = settled_mib(), (time.perf_counter(), time.process_time())
         values = form(spec["name"], q, d, exponents, alpha)
         took = spent(*start)

@@ -8,9 +8,9 @@ import torch
 from harness import Json
 from loss_step import features
 
-from mmclip.losses.contrastive import clip_loss, contrastive_loss
+from mmclip.losses import clip_loss, contrastive_cross_entropy, mask_from_ids
 from mmclip.roles import Positives
-from mmclip.similarity import RoleSimilarity
+from mmclip.similarity import Similarity
 
 
 def agreement(spec: Json) -> Json:
@@ -25,16 +25,16 @@ def agreement(spec: Json) -> Json:
             for policy in Positives:
                 x, y = features(rows, dim, torch.float64, "cpu")
                 ours = clip_loss(loss, norm, positives=policy).double()
-                out = ours({"image": x, "text": y}, *ids)
+                out = ours({"image": x, "text": y}, mask_from_ids(*ids))
                 out.loss.backward()
-                plain = RoleSimilarity(norm).double()
+                plain = Similarity(norm).double()
                 plain.load_state_dict(ours.similarity.state_dict())  # alpha as its first batch set it
                 u, v = (t.detach().clone().requires_grad_() for t in (x, y))
                 value = torch.zeros((), dtype=torch.float64)
                 pairs: list[tuple[str, Any, Any]] = []
                 for direction, weight in ours.weights.items():
                     scores = plain(direction, *direction.roles({"image": u, "text": v}))
-                    one = contrastive_loss(scores, known, policy)
+                    one = contrastive_cross_entropy(scores, known, policy)
                     value = value + weight * one
                     pairs.append((f"{direction.value} alone", out.by_direction[direction], one))
                 value.backward()

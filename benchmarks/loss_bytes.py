@@ -112,7 +112,7 @@ def count(spec: Json) -> Json:
     step("ClipLoss", lambda u, v: theirs(unit(u, dim=-1), unit(v, dim=-1), scale))
     for loss in spec["losses"]:
         for norm in spec["norms"]:
-            here: Any = partial(clip_loss(loss, norm), across_ranks=True, untrained=False)  # of this process's rows
+            here: Any = partial(clip_loss(loss, norm, gather=True), untrained=False)  # of this process's rows
             step(f"{loss} {norm}", lambda u, v: here({"image": u, "text": v}).loss)  # noqa: B023
     dist.destroy_process_group()
     return found

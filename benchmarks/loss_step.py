@@ -42,18 +42,17 @@ def loss_function(spec: Json) -> tuple[Callable[[Any, Any], Any], list[Any]]:
         unit = torch.nn.functional.normalize
         return lambda x, y: theirs(unit(x, dim=-1), unit(y, dim=-1), log_scale.exp()), [log_scale]
 
-    from mmclip.losses import gram
-    from mmclip.losses.contrastive import clip_loss
+    from mmclip.losses import clip_loss, mask_from_ids, tiled
 
     name, _, how = spec["name"].partition(", ")
     if how == "again":
-        gram.KEEP.update(dict.fromkeys(gram.KEEP, 0))
+        tiled.KEEP.update(dict.fromkeys(tiled.KEEP, 0))
     ours = clip_loss(*name.split()).to(spec["device"])
 
     def known(rows: int) -> Json:
         """Five captions of an image lie together; no two captions are the same."""
         each = torch.arange(rows, device=spec["device"])
-        return {"image_id": each // 5, "text_id": each} if how == "ids" else {}
+        return {"positives": mask_from_ids(each // 5, each)} if how == "ids" else {}
 
     def loss(x: Any, y: Any) -> Any:
         return ours({"image": x, "text": y}, **known(len(x)), untrained=False).loss

@@ -12,11 +12,13 @@ _HOME = {  # public name -> where it is defined
     "Direction": "roles.Direction",
     "Exponents": "roles.Exponents",
     "Normalization": "roles.Normalization",
+    "Similarity": "similarity.Similarity",
     "clip_loss": "losses.contrastive.clip_loss",
     "evaluate": "evaluation.evaluate.evaluate",
     "load_model": "models.factory.load_clip",
     "rank": "retrieval.ranking.rank",
     "score": "similarity.score",
+    "text_loss": "losses.contrastive.text_loss",
 }
 __all__ = [*_HOME]
 

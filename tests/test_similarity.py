@@ -1,3 +1,5 @@
+"""Roles, the five normalizations against their formulas, and the scale's calibration, clamp and schedule."""
+
 from __future__ import annotations
 
 import math
@@ -7,24 +9,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from mmclip.similarity import (
-    CLIP_DIRECTIONS,
-    FIXED_NORMALIZATIONS,
-    Direction,
-    Exponents,
-    Normalization,
-    RoleSimilarity,
-    normalize,
-    score,
-)
+from mmclip.errors import UserError
+from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, Direction, Exponents, Normalization, direction_weights
+from mmclip.similarity import Similarity, magnitude, normalize, score
+
+I2T = Direction.I2T
+SEEDS = st.integers(0, 10_000)
 
 
-def features(seed: int, n: int = 6, dim: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def features(seed: int, n: int = 6, dim: int = 5, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    lengths = torch.rand(2, n, 1, generator=g, dtype=dtype) * 9 + 0.5
-    raw = torch.randn(2, n, dim, generator=g, dtype=dtype) * lengths
+    norms = torch.rand(2, n, 1, generator=g, dtype=dtype) * 9 + 0.5
+    raw = torch.randn(2, n, dim, generator=g, dtype=dtype) * norms
     return {"image": raw[0], "text": raw[1]}
+
+
+def norms(seed: int, n: int = 6, stretch: float = 1.0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {side: stretch * magnitude(rows) for side, rows in features(seed, n, dtype=dtype).items()}
+
+
+def numbers(exponents: Exponents) -> list[float]:
+    return [torch.as_tensor(g).item() for g in exponents]
 
 
 def naive_score(query: np.ndarray, document: np.ndarray, name: str) -> np.ndarray:
@@ -37,41 +44,31 @@ def naive_score(query: np.ndarray, document: np.ndarray, name: str) -> np.ndarra
     return out
 
 
-@given(seed=st.integers(0, 10_000))
+@given(seed=SEEDS)
 def test_every_formula_equals_its_naive_form_in_both_directions(seed: int) -> None:
-    sides = features(seed)
     for direction in CLIP_DIRECTIONS:
-        query, document = direction.roles(sides)
+        query, document = direction.roles(features(seed))
         for norm in FIXED_NORMALIZATIONS:
             expected = naive_score(query.numpy(), document.numpy(), norm.value)
             np.testing.assert_allclose(score(query, document, norm.exponents).numpy(), expected, rtol=1e-12)
 
 
-@given(seed=st.integers(0, 10_000))
-def test_cosine_ranks_as_dnorm_and_dot_as_qnorm(seed: int) -> None:
-    query, document = Direction.I2T.roles(features(seed))
+@given(seed=SEEDS, gamma_q=st.floats(0, 1))
+def test_the_query_exponent_rescales_a_query_so_four_scorings_are_two_rankings(seed: int, gamma_q: float) -> None:
+    query, document = Direction.T2I.roles(features(seed))
+    ratio = score(query, document, Exponents(gamma_q, 0.3)) / score(query, document, Exponents(0.0, 0.3))
+    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio))
     order = {n.value: score(query, document, n.exponents).argsort(dim=1).tolist() for n in FIXED_NORMALIZATIONS}
-    assert order["cosine"] == order["dnorm"]
-    assert order["dot"] == order["qnorm"]
+    assert order["cosine"] == order["dnorm"] and order["dot"] == order["qnorm"]
 
 
-@given(seed=st.integers(0, 10_000))
+@given(seed=SEEDS)
 def test_directions_of_a_one_sided_norm_are_different_matrices(seed: int) -> None:
-    sides = features(seed)
     by_direction = {}
     for norm in FIXED_NORMALIZATIONS:
-        i2t, t2i = (score(*d.roles(sides), norm.exponents) for d in CLIP_DIRECTIONS)
+        i2t, t2i = (score(*d.roles(features(seed)), norm.exponents) for d in CLIP_DIRECTIONS)
         by_direction[norm.value] = bool(torch.allclose(i2t, t2i.T))
     assert by_direction == {"cosine": True, "dot": True, "qnorm": False, "dnorm": False}
-
-
-@given(seed=st.integers(0, 10_000), gamma_q=st.floats(0, 1))
-def test_query_exponent_only_rescales_a_query(seed: int, gamma_q: float) -> None:
-    query, document = Direction.T2I.roles(features(seed))
-    plain = score(query, document, Exponents(0.0, 0.3))
-    scaled = score(query, document, Exponents(gamma_q, 0.3))
-    ratio = scaled / plain
-    assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio))
 
 
 def test_roles_follow_the_direction() -> None:
@@ -82,8 +79,20 @@ def test_roles_follow_the_direction() -> None:
         Normalization.LEARNED.exponents  # noqa: B018
 
 
+@pytest.mark.parametrize("text", [False, True])
+def test_bad_weights_are_refused(text: bool) -> None:
+    both, one, first = ("both", "q2d", "q2d") if text else ("sym", "asym-i2t", "i2t")
+    for arguments, message in (
+        (("syn",), f"unknown loss 'syn'; valid: .*{one}"),
+        ((both, 1.5), f"{first} weight 1.5 is outside 0 to 1"),
+        ((one, 0.4), f"fixes the {first} weight at 1; give 0.4 with loss '{both}'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            direction_weights(*arguments, text=text)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.4, 1.0, torch.tensor(0.4)])
-def test_zero_vectors_score_zero_and_have_finite_gradients(gamma: float | torch.Tensor) -> None:
+def test_zero_vectors_score_zero_and_have_finite_gradients(gamma: float | Tensor) -> None:
     x = torch.zeros(2, 3, requires_grad=True)
     scores = score(x, torch.ones(4, 3), Exponents(gamma, gamma))
     assert (scores == 0).all()
@@ -100,96 +109,89 @@ def test_scores_are_float32_under_autocast_and_do_not_overflow() -> None:
     assert normalize(torch.full((1, 4), 3e4).half(), 1.0).dtype == torch.float32
 
 
+# --- scale ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("norm", list(Normalization))
 @pytest.mark.parametrize("direction", CLIP_DIRECTIONS)
 def test_first_batch_sets_the_effective_scale(norm: Normalization, direction: Direction) -> None:
-    similarity = RoleSimilarity(norm, scale_init=14.3)
-    sides = features(1, n=64, dtype=torch.float32)
-    query, document = direction.roles(sides)
-    assert math.isnan(similarity.effective_scale(direction))
-    similarity.observe(direction, query, document)
-    gamma_q, gamma_d = (torch.as_tensor(g).item() for g in similarity.exponents)
-    expected = float(query.norm(dim=1).pow(1 - gamma_q).mean() * document.norm(dim=1).pow(1 - gamma_d).mean())
+    similarity = Similarity(norm, scale_init=14.3)
+    query, document = direction.roles(norms(1, n=64, dtype=torch.float32))
+    assert math.isnan(similarity.effective_scale(direction)) and not similarity.has_norm_stats(direction)
+    similarity.update_norm_stats(direction, query, document)
+    gamma_q, gamma_d = numbers(similarity.exponents)
+    expected = float(query.pow(1 - gamma_q).mean() * document.pow(1 - gamma_d).mean())
     assert similarity.effective_scale(direction) == pytest.approx(14.3, rel=1e-5)
     assert similarity.scale(direction).item() * expected == pytest.approx(14.3, rel=1e-5)
 
 
 def test_clamp_acts_on_the_effective_scale_and_survives_a_restart() -> None:
-    sides = features(2, n=32, dtype=torch.float32)
-    query, document = Direction.I2T.roles(sides)
-    similarity = RoleSimilarity("dot", scale_init=14.3, scale_max=100)
-    similarity.observe(Direction.I2T, query, document)
-    similarity.clamp_()
-    assert similarity.effective_scale(Direction.I2T) == pytest.approx(14.3, rel=1e-5), "below the clamp nothing moves"
-    for _ in range(200):  # lengths grow tenfold on both sides: alpha must fall although nobody trained it
-        similarity.observe(Direction.I2T, query * 10, document * 10)
-        similarity.clamp_()
-    assert similarity.effective_scale(Direction.I2T) == pytest.approx(100, rel=1e-4)
-    assert similarity.logit_scale(Direction.I2T).item() < 0, "log(alpha) may be negative"
-    again = RoleSimilarity("dot", scale_init=14.3, scale_max=100)
+    query, document = I2T.roles(norms(2, n=32, dtype=torch.float32))
+    similarity = Similarity("dot", scale_init=14.3, scale_max=100)
+    similarity.update_norm_stats(I2T, query, document)
+    similarity.clamp_logit_scale()
+    assert similarity.effective_scale(I2T) == pytest.approx(14.3, rel=1e-5), "below the clamp nothing moves"
+    for _ in range(200):  # norms grow tenfold on both sides: alpha must fall although no gradient moves it
+        similarity.update_norm_stats(I2T, query * 10, document * 10)
+        similarity.clamp_logit_scale()
+    assert similarity.effective_scale(I2T) == pytest.approx(100, rel=1e-4)
+    assert similarity.logit_scale(I2T).item() < 0, "log(alpha) may be negative"
+    again = Similarity("dot", scale_init=14.3, scale_max=100)
     again.load_state_dict(similarity.state_dict())
-    assert again.is_calibrated(Direction.I2T)
-    assert again.effective_scale(Direction.I2T) == similarity.effective_scale(Direction.I2T)
+    assert again.has_norm_stats(I2T) and again.effective_scale(I2T) == similarity.effective_scale(I2T)
 
 
 @given(
-    seed=st.integers(0, 10_000),
+    seed=SEEDS,
     path=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4),
     stretch=st.floats(1e-3, 1e3),
 )
 def test_the_effective_scale_is_continuous_across_any_change_of_exponents(
     seed: int, path: list[tuple[float, float]], stretch: float
 ) -> None:
-    similarity = RoleSimilarity("dot", start=Exponents(1.0, 1.0)).double()
-    sides = {side: rows * stretch for side, rows in features(seed).items()}
-    for direction in CLIP_DIRECTIONS:
-        similarity.observe(direction, *direction.roles(features(seed + 1)))  # another batch, so running factors differ
+    similarity, sides = Similarity("dot", start=Exponents(1.0, 1.0)).double(), norms(seed, stretch=stretch)
+    for direction in CLIP_DIRECTIONS:  # another batch, so that the running statistics differ
+        similarity.update_norm_stats(direction, *direction.roles(norms(seed + 1)))
     for to in path:
         before = {d: similarity.effective_scale(d) for d in CLIP_DIRECTIONS}
         alphas = {d: similarity.scale(d).item() for d in CLIP_DIRECTIONS}
-        old = [torch.as_tensor(g).item() for g in similarity.exponents]
+        old = numbers(similarity.exponents)
         changed = similarity.change_exponents(Exponents(*to), sides)
-        assert changed == (old != list(to)) and [torch.as_tensor(g).item() for g in similarity.exponents] == list(to)
+        assert changed == (old != list(to)) and numbers(similarity.exponents) == list(to)
         for direction in CLIP_DIRECTIONS:
             assert similarity.effective_scale(direction) == pytest.approx(before[direction], rel=1e-10)
-            query, document = (rows.norm(dim=1) for rows in direction.roles(sides))
-            lengths = [float(query.pow(1 - gq).mean() * document.pow(1 - gd).mean()) for gq, gd in (old, to)]
-            assert similarity.scale(direction).item() == pytest.approx(alphas[direction] * lengths[0] / lengths[1])
+            query, document = direction.roles(sides)
+            factors = [float(query.pow(1 - gq).mean() * document.pow(1 - gd).mean()) for gq, gd in (old, to)]
+            assert similarity.scale(direction).item() == pytest.approx(alphas[direction] * factors[0] / factors[1])
 
 
 def test_exponents_that_change_before_the_first_batch_leave_the_scale_to_it() -> None:
-    similarity, sides = RoleSimilarity("dot", start=Exponents(1.0, 1.0), scale_init=20.0), features(3)
-    similarity.change_exponents(Exponents(0.0, 0.0), sides)
-    similarity.observe(Direction.I2T, *Direction.I2T.roles(sides))
-    assert similarity.effective_scale(Direction.I2T) == pytest.approx(20.0)
-    again = RoleSimilarity("dot", start=Exponents(1.0, 1.0))
+    similarity = Similarity("dot", start=Exponents(1.0, 1.0), scale_init=20.0)
+    similarity.change_exponents(Exponents(0.0, 0.0), norms(3))
+    similarity.update_norm_stats(I2T, *I2T.roles(norms(3)))
+    assert similarity.effective_scale(I2T) == pytest.approx(20.0)
+    again = Similarity("dot", start=Exponents(1.0, 1.0))
     again.load_state_dict(similarity.state_dict())
-    assert [torch.as_tensor(g).item() for g in again.exponents] == [0.0, 0.0], "they are saved with what they made"
-    assert "gammas" not in RoleSimilarity("dot").state_dict()
+    assert numbers(again.exponents) == [0.0, 0.0], "they are saved with the scale that belongs to them"
+    assert "gammas" not in Similarity("dot").state_dict()
 
 
 def test_zero_vectors_do_not_break_a_change_of_exponents() -> None:
-    similarity = RoleSimilarity("dot", start=Exponents(1.0, 1.0))
-    sides = {s: torch.zeros(3, 4) for s in ("image", "text")}
-    similarity.observe(Direction.I2T, *Direction.I2T.roles(sides))
-    similarity.change_exponents(Exponents(0.5, 0.0), sides)
+    similarity, zeros = Similarity("dot", start=Exponents(1.0, 1.0)), dict.fromkeys(("image", "text"), torch.zeros(3))
+    similarity.update_norm_stats(I2T, *I2T.roles(zeros))
+    similarity.change_exponents(Exponents(0.5, 0.0), zeros)
     assert all(t.isfinite().all() for n, t in similarity.state_dict().items() if "t2i" not in n)
 
 
-def test_learned_gammas_may_start_apart() -> None:
-    gammas = RoleSimilarity("learned", gamma_init=(0.2, 0.9)).exponents
-    assert [torch.as_tensor(g).item() for g in gammas] == pytest.approx([0.2, 0.9])
-
-
 def test_gamma_is_shared_by_the_directions_and_alpha_is_not() -> None:
-    similarity = RoleSimilarity("learned")
+    similarity = Similarity("learned", gamma_init=(0.2, 0.9))
     names = sorted(n for n, _ in similarity.named_parameters())
     assert names == ["gamma_hat_d", "gamma_hat_q", "logit_scale_i2t", "logit_scale_t2i"]
-    assert [torch.as_tensor(g).item() for g in similarity.exponents] == [0.5, 0.5]
-    q2d = RoleSimilarity("qnorm", [Direction.Q2D])
-    assert [n for n, _ in q2d.named_parameters()] == ["logit_scale_q2d"]
+    assert numbers(similarity.exponents) == pytest.approx([0.2, 0.9])
+    q2d = Similarity("qnorm", [Direction.Q2D], learn_scale=False)
+    assert [(n, p.requires_grad) for n, p in q2d.named_parameters()] == [("logit_scale_q2d", False)]
 
 
 def test_a_start_above_the_clamp_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scale_init 14\.3 is not above 0 and at most scale_max 1"):
-        RoleSimilarity("dot", scale_init=14.3, scale_max=1)
+        Similarity("dot", scale_init=14.3, scale_max=1)

@@ -20,7 +20,7 @@ from mmclip.errors import UserError, printable
 from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
-from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_length_factors
+from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_norm_factor
 from mmclip.tasks.advise import MIN_QUERIES, decide, undecided
 from mmclip.tasks.advise_show import draw, show
 from mmclip.tasks.advise_trial import FIXED, Heads, Matched, Trial, answer, judged_units, run_trial, without_silent
@@ -184,7 +184,7 @@ def _fisher(
     query: Tensor, document: Tensor, rows: tuple[Tensor, Tensor], owner: Array, scale: float, seed: int
 ) -> Json:
     exponents = Normalization.COSINE.exponents
-    alpha = scale / max(float(mean_length_factors(query, document, exponents).prod()), TINY)
+    alpha = scale / max(mean_norm_factor(query, document, exponents), TINY)
     return fisher_report(query, document, (rows[0].numpy(), rows[1].numpy()), owner, exponents, alpha, seed=seed)
 
 

@@ -25,7 +25,7 @@ from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics import over_seeds
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, native_scoring, open_text_model
-from mmclip.similarity import Exponents, Normalization, mean_length_factors
+from mmclip.similarity import Exponents, Normalization, mean_norm_factor
 from mmclip.tasks.sts import NATIVE, PairBootstrap, StsPairs, evaluate_sts, open_sts, scorings
 from mmclip.tasks.sts_tables import print_sts
 from mmclip.tasks.sts_train import Vectors, label_top, split_pairs, train_pairs, without_sentences_of
@@ -162,7 +162,7 @@ def _train_one(
         "scale": loss.asked,
         "alpha": loss.alpha,
         **exponents._asdict(),
-        "effective_scale": {n: loss.alpha * float(mean_length_factors(*v, exponents).prod())
+        "effective_scale": {n: loss.alpha * mean_norm_factor(*v, exponents)
                             for n, v in (("start", before), ("end", after))},
         "loss": history,
         "predicted": {"mean": float(predicted.mean()), "std": float(predicted.std()),

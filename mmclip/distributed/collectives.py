@@ -1,9 +1,9 @@
-"""Ranks and gathering: the few torch.distributed calls that training needs, all no-ops in a single process."""
+"""Ranks, reductions and gathering: the torch.distributed calls of mmclip, no-ops in a single process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,17 +24,20 @@ def world() -> tuple[int, int]:
 
 
 def start(device: str) -> torch.device:
-    """The device of this process; joins the process group where torchrun started several (NCCL on CUDA, else gloo).
+    """Join the process group of torchrun, if there is one (NCCL on CUDA, else gloo), and choose the device.
 
-    device: "auto", "cpu", "cuda" or "cuda:N". Errors: UserError for CUDA where there is none.
+    Args:
+        device: "auto", "cpu", "cuda", "cuda:N" or "mps".
+
+    Raises:
+        UserError: a device that this machine does not have.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device}: this machine has no usable CUDA device; valid here: cpu, auto")
     if device == "cuda":
-        device = f"cuda:{local_rank}"
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
     try:
         chosen = torch.device(device)
     except RuntimeError:
@@ -57,27 +60,19 @@ def start(device: str) -> torch.device:
 
 
 def stop() -> None:
+    """Leave the process group."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def barrier() -> None:
+    """Wait for all ranks."""
     if world()[1] > 1:
         dist.barrier()
 
 
-def largest(numbers: list[int], device: torch.device) -> list[int]:
-    """For each of several numbers the largest that a rank has."""
-    if world()[1] == 1:
-        return numbers
-    tensor = torch.tensor(numbers, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return [int(n) for n in tensor]
-
-
 def settle(error: UserError | None) -> None:
-    """Let all processes leave where one of them cannot go on: it raises its error, the others leave with its exit code
-    and without a word of their own."""
+    """Raise this rank's error, or leave silently with its exit code where another rank has one."""
     failed = gather_objects(error is not None)
     if error is not None:
         raise error
@@ -86,16 +81,53 @@ def settle(error: UserError | None) -> None:
 
 
 def on_rank_0(check: Callable[[], None]) -> None:
-    """What one process decides for all. Errors: UserError there, and the others leave with it."""
+    """Run a check on rank 0 alone; all ranks leave if it fails.
+
+    Raises:
+        UserError: on rank 0, also for an OSError such as a folder that cannot be made.
+    """
     error = None
     if world()[0] == 0:
         try:
             check()
         except UserError as raised:
             error = raised
-        except OSError as raised:  # a folder that cannot be made
+        except OSError as raised:
             error = UserError(f"{printable(raised.filename or '')}: {printable(raised.strerror or raised)}")
     settle(error)
+
+
+# --- sums, maxima and gathering ---------------------------------------------------------------------------------------
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """Sum over ranks."""
+    return _reduced(x, dist.ReduceOp.SUM)
+
+
+def all_max(x: Tensor) -> Tensor:
+    """Maximum over ranks."""
+    return _reduced(x, dist.ReduceOp.MAX)
+
+
+def _reduced(x: Tensor, op: Any) -> Tensor:
+    if world()[1] > 1:
+        x = x.clone()
+        dist.all_reduce(x, op=op)
+    return x
+
+
+def largest(numbers: list[int], device: torch.device) -> list[int]:
+    """The largest value over ranks of each number."""
+    return [int(n) for n in all_max(torch.tensor(numbers, device=device))] if world()[1] > 1 else numbers
+
+
+def average_(gradients: Sequence[Tensor]) -> None:
+    """Mean over ranks, in place: parameters outside DDP (alpha, gamma) stay equal to the last bit on every rank."""
+    size = world()[1]
+    for gradient in gradients if size > 1 else []:
+        dist.all_reduce(gradient)
+        gradient.div_(size)
 
 
 def gather_objects(item: T) -> list[T]:
@@ -107,56 +139,44 @@ def gather_objects(item: T) -> list[T]:
     return items
 
 
-def gather_ids(ids: Tensor) -> Tensor:
-    """Ids of all ranks in rank order: [B_r] -> [sum of B_r]. Ranks may hold different numbers of rows."""
-    if world()[1] == 1:
-        return ids
-    return torch.cat(_all_gather(ids)[0])
+def gather_rows(rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    """Rows of all ranks in rank order, with exact gradients: [n_r, ...] -> [sum of n_r, ...].
 
+    Backward sums the ranks' gradients, so rows receive world-size times the gradient of a loss that all ranks compute
+    (or sum up) alike, and DistributedDataParallel's mean over ranks makes it exact. Half the bytes of an all-reduce
+    are sent back. gloo refuses ranks with different numbers of rows: they are padded here.
 
-def gather_rows(rows: Tensor) -> Tensor:
-    """Features of all ranks in rank order, with exact gradients: [B_r, D] -> [sum of B_r, D].
-
-    Each rank then computes the same global loss. Backward sums the ranks' gradients, so a rank's rows receive
-    world-size times the gradient of that loss, and the mean that DistributedDataParallel takes over ranks makes it
-    exact. Ranks may hold different numbers of rows (gloo's all_gather refuses that: rows are padded here).
+    Args:
+        rows: features, norms or ids of this rank.
+        counts: number of rows of each rank, if it is known.
     """
     if world()[1] == 1:
         return rows
-    gathered: Tensor = _GatherRows.apply(rows)
+    if counts is None:
+        own = torch.tensor([len(rows)], device=rows.device)
+        counts = _GatherRows.apply(own, [1] * world()[1]).tolist()
+    gathered: Tensor = _GatherRows.apply(rows, counts)
     return gathered
-
-
-def average_(gradients: list[Tensor]) -> None:
-    """Mean over ranks, in place: parameters outside DDP (alpha, gamma) stay equal to the last bit on every rank."""
-    size = world()[1]
-    for gradient in gradients if size > 1 else []:
-        dist.all_reduce(gradient)
-        gradient.div_(size)
-
-
-def _all_gather(rows: Tensor) -> tuple[list[Tensor], list[int]]:
-    size = world()[1]
-    counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
-    lengths = [int(c) for c in counts]
-    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(parts, padded)
-    return [part[:n] for part, n in zip(parts, lengths, strict=True)], lengths
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        parts, lengths = _all_gather(rows.detach().contiguous())
-        rank = world()[0]
-        ctx.start, ctx.length = sum(lengths[:rank]), lengths[rank]
-        return torch.cat(parts)
+    def forward(ctx: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts = counts
+        padded = _padded(rows.detach(), max(counts))
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        summed = gradients[0].contiguous().clone()
-        dist.all_reduce(summed)
-        return summed[ctx.start : ctx.start + ctx.length]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        parts = [_padded(part, max(ctx.counts)) for part in gradients[0].split(list(ctx.counts))]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own[: ctx.counts[world()[0]]], None
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    padded = rows.new_zeros((length, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return padded

@@ -27,7 +27,7 @@ from mmclip.similarity import (
     TINY,
     Exponents,
     magnitude,
-    mean_length_factors,
+    mean_norm_factor,
 )
 
 ENTROPY_QUERIES = 1000  # queries whose softmax is looked at; each meets every document
@@ -115,7 +115,7 @@ def diagnose(
     rows = torch.as_tensor(cosine.queries, device=query.device)
     asked = query[rows]
     lengths = {role: _lengths(x) for role, x in (("query", asked), ("document", document))}
-    factors = max(float(mean_length_factors(asked, document, native).prod()), TINY)
+    factors = max(mean_norm_factor(asked, document, native), TINY)
     source = "calibrated" if alpha is None else "given"
     alpha = SCALE_INIT / factors if alpha is None else alpha
     scale = alpha * factors
@@ -204,7 +204,7 @@ def _entropies(query: Tensor, document: Tensor, native: Exponents, scale: float,
             section[name] = section[seen[exponents]]
             continue
         seen[exponents] = name
-        alpha = scale / max(float(mean_length_factors(query, document, exponents).prod()), TINY)
+        alpha = scale / max(mean_norm_factor(query, document, exponents), TINY)
         entropies = geometry.row_entropy(sample, document, exponents, alpha)
         section[name] = geometry.entropy_summary(entropies, len(document), alpha)
     return section

@@ -50,7 +50,7 @@ from mmclip.similarity import (
     Exponents,
     Normalization,
     magnitude,
-    mean_length_factors,
+    mean_norm_factor,
 )
 
 Progress = Callable[[str, int, int], None]  # (set's name, scores done, scores in all)
@@ -349,7 +349,7 @@ class _ReverseScorer:
         self.known = {d: float(alpha) for d, alpha in scales.items() if alpha is not None}
         self.scales = dict(self.known)
         for direction in scales.keys() - self.known.keys():
-            factors = float(mean_length_factors(*direction.roles(main.embeddings), native).prod())
+            factors = mean_norm_factor(*direction.roles(main.embeddings), native)
             self.scales[direction] = SCALE_INIT / max(factors, TINY)
 
     def extend(self, data: EvalSet, direction: Direction, rankings: dict[str, Ranking], block_bytes: int) -> Json:

@@ -1,5 +1,4 @@
-"""The loss of one score matrix, as the formula says it: what the tiled loss is held against, and the way to second
-derivatives."""
+"""The loss of one score matrix as the formula says it: reference of the tiled loss, and the way to second derivatives."""
 
 from __future__ import annotations
 
@@ -9,20 +8,25 @@ from torch import Tensor, nn
 from mmclip.roles import Positives
 
 
-def contrastive_loss(
+def contrastive_cross_entropy(
     scores: Tensor, positives: Tensor | None = None, policy: Positives = Positives.MASK, focal: float = 0.0
 ) -> Tensor:
-    """Softmax cross-entropy of each query over its candidates, where the document of query i is candidate i.
+    """Softmax cross-entropy of each query over its candidates; the document of query i is candidate i.
 
-    scores [Q, N] with N >= Q (columns from Q on are extra negatives), positives bool [Q, from Q to N] (further columns
-    are none) or None -> 0-d mean, in which ``focal`` weighs each query by (1 - p)**focal, p the probability that the
-    softmax gives its targets.
+    Args:
+        scores: [Q, N] with N >= Q; columns from Q on are negatives.
+        positives: known positives, bool [Q, Q to N]; missing columns are negatives.
+        policy: what known positives are, besides the pairs.
+        focal: exponent of (1 - p) in each query's weight, p the probability of its targets; 0 for equal weights.
+
+    Returns:
+        Mean over queries, 0-d.
 
     >>> s = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
-    >>> float(contrastive_loss(s).exp())  # two equal candidates: one chance in two
+    >>> float(contrastive_cross_entropy(s).exp())  # two equal candidates: one chance in two
     2.0
     >>> both = torch.ones(2, 2, dtype=torch.bool)
-    >>> float(contrastive_loss(s, both, Positives.MASK).exp())  # the other one is a known positive: no rival is left
+    >>> float(contrastive_cross_entropy(s, both, Positives.MASK).exp())  # a known positive is no rival
     1.0
     """
     queries = len(scores)
@@ -30,11 +34,11 @@ def contrastive_loss(
     target = None
     if policy is not Positives.NONE and positives is not None:
         diagonal = torch.eye(queries, positives.shape[1], dtype=torch.bool, device=scores.device)
-        more = (0, scores.shape[1] - positives.shape[1])
+        missing = (0, scores.shape[1] - positives.shape[1])
         if policy is Positives.MASK:
-            scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, more), -torch.inf)
+            scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, missing), -torch.inf)
         else:
-            target = nn.functional.pad((positives | diagonal).to(scores.dtype), more)
+            target = nn.functional.pad((positives | diagonal).to(scores.dtype), missing)
     goal = own if target is None else target / target.sum(dim=1, keepdim=True)
     if focal == 0:
         return nn.functional.cross_entropy(scores, goal)
@@ -46,7 +50,7 @@ def contrastive_loss(
 
 
 def focal_weights(log_p: Tensor, focal: float) -> Tensor:
-    """(1 - p)**focal of each query as a share of their sum, [Q] -> [Q]; equal shares where no query has any left.
+    """(1 - p)**focal of each query as a share of their sum, [Q] -> [Q]; equal shares if all are 0.
 
     >>> focal_weights(torch.tensor([0.5, 0.75]).log(), 1.0)
     tensor([0.6667, 0.3333])

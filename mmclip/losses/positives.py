@@ -1,28 +1,123 @@
-"""Which documents of a text batch are known to be relevant to which queries, by ids, without a matrix of the batch."""
+"""Known positives of a batch besides the pairs themselves, looked up tile by tile: no [B, B] matrix is held."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
+from mmclip import distributed
 from mmclip.errors import UserError
-from mmclip.losses.gram_way import Relation
-from mmclip.similarity import Direction
+from mmclip.roles import Direction
 
 ID_BITS = 31
+Lookup = Callable[[Tensor, Tensor], Tensor]  # row numbers [k], column numbers [n] -> bool [k, n]
 
 
-def known_by_id(relevant: Tensor, query: Tensor, document: Tensor, negative: Tensor) -> dict[Direction, Relation]:
-    """By direction, for ids of queries and their documents [B] and of further candidates [H]: what is judged relevant
-    (``relevant``, codes_of), and what stands with the same query elsewhere in the batch."""
-    candidate = torch.cat([document, negative])
-    paired = _codes(query, document).sort().values
+@dataclass(frozen=True)
+class PositiveMask:
+    """Known positives of a batch: ``mask_from_ids``, ``mask_from_matrix`` or ``mask_from_judgments``.
 
-    def q2d(queries: Tensor, candidates: Tensor) -> Tensor:
-        codes = _codes(query[queries][:, None], candidate[candidates])
-        return _within(codes, relevant) | _within(codes, paired)
+    Rows number the first side (image, query), columns the second (text, document): pair i is row i and column i, and
+    negatives follow the pairs, across ranks those of all ranks in rank order. A pair always matches itself.
 
-    return {Direction.Q2D: q2d, Direction.D2Q: lambda documents, queries: q2d(queries, documents).T}
+    Attributes:
+        lookup: (gather over ranks?) -> the lookup of the batch, or None if only pairs match.
+        pairs: expected number of pairs B of this process.
+        columns: expected number of columns, B or B + H, of a mask that has them all; then no rank gathers it.
+    """
+
+    lookup: Callable[[bool], Lookup | None]
+    pairs: int
+    columns: int | None = None
+
+
+def oriented(lookup: Lookup, direction: Direction) -> Lookup:
+    """The same by (query numbers, document numbers) of a direction."""
+    if direction in (Direction.I2T, Direction.Q2D):
+        return lookup
+    return lambda query, document: lookup(document, query).T
+
+
+def mask_from_ids(*ids: Tensor | None) -> PositiveMask:
+    """Pairs with an equal id, ids [B] each or None; negatives have no id and match nothing.
+
+    >>> lookup = mask_from_ids(torch.tensor([7, 8, 7])).lookup(False)
+    >>> lookup(torch.arange(3), torch.arange(3)).int().tolist()
+    [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    """
+    own = [i for i in ids if i is not None]
+    if not own or len({i.shape for i in own}) > 1 or own[0].ndim != 1:
+        shapes = ", ".join(str(list(i.shape)) for i in own)
+        raise ValueError(f"ids {shapes or 'missing'}: [B] each is expected, a number a pair")
+
+    def lookup_of(gather: bool) -> Lookup | None:
+        known = [distributed.gather_rows(i) if gather else i for i in own]
+        known = [i for i in known if len(i.unique()) < len(i)]
+        if not known:
+            return None
+        pairs, one = len(known[0]), known[0].new_ones(1)
+        padded = [(torch.cat([i, i.min() - one]), torch.cat([i, i.min() - 2 * one])) for i in known]
+
+        def lookup(rows: Tensor, columns: Tensor) -> Tensor:
+            rows, columns = rows.clamp_max(pairs), columns.clamp_max(pairs)
+            same = torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
+            for row_ids, column_ids in padded:
+                same |= row_ids[rows][:, None] == column_ids[columns]
+            return same
+
+        return lookup
+
+    return PositiveMask(lookup_of, len(own[0]))
+
+
+def mask_from_matrix(matrix: Tensor) -> PositiveMask:
+    """Known positives as bool [B, B] or, with the second side's negatives, [B, B + H]; of the whole batch."""
+    padded, (height, width) = nn.functional.pad(matrix, (0, 1, 0, 1)), matrix.shape
+    return PositiveMask(lambda gather: lambda r, c: padded[r.clamp_max(height)][:, c.clamp_max(width)], height, width)
+
+
+def mask_from_judgments(judged: Tensor, query: Tensor, document: Tensor, negative: Tensor) -> PositiveMask:
+    """Documents judged relevant to a query, or paired with the same query elsewhere in the batch.
+
+    Args:
+        judged: ``codes_of`` all known judgments.
+        query: ids [B] of the queries.
+        document: ids [B] of their documents.
+        negative: ids [H] of the negatives, in the order of their rows.
+    """
+
+    def lookup_of(gather: bool) -> Lookup:
+        queries, documents, negatives = (
+            distributed.gather_rows(i) if gather else i for i in (query, document, negative)
+        )
+        candidates, paired = torch.cat([documents, negatives]), _codes(queries, documents).sort().values
+
+        def lookup(rows: Tensor, columns: Tensor) -> Tensor:
+            codes = _codes(queries[rows][:, None], candidates[columns])
+            return _is_one_of(codes, judged) | _is_one_of(codes, paired)
+
+        return lookup
+
+    return PositiveMask(lookup_of, len(query))
+
+
+def codes_of(relevant: Tensor | None) -> Tensor:
+    """Judgments, int [M, 2] of query id and document id, as one sorted number each, [M].
+
+    Raises:
+        UserError: another shape or type, or ids outside 0 to 2**31 - 1.
+    """
+    if relevant is None:
+        return torch.zeros(0, dtype=torch.long)
+    if relevant.ndim != 2 or relevant.shape[1] != 2 or relevant.is_floating_point():
+        shape = f"{list(relevant.shape)}, {relevant.dtype}"
+        raise UserError(f"relevant of shape {shape}: whole numbers [M, 2] expected, query id and document id")
+    if len(relevant) and not 0 <= int(relevant.min()) <= int(relevant.max()) < 2**ID_BITS:
+        raise UserError(f"relevant: ids from {int(relevant.min())} to {int(relevant.max())}; valid: 0 to 2**31 - 1")
+    return _codes(*relevant.unbind(1)).sort().values
 
 
 def _codes(query: Tensor, document: Tensor) -> Tensor:
@@ -30,20 +125,7 @@ def _codes(query: Tensor, document: Tensor) -> Tensor:
     return (query.long() << (ID_BITS + 1)) + document.long()
 
 
-def codes_of(relevant: Tensor | None) -> Tensor:
-    """Judgments [M, 2] as numbers [M], sorted, for ``known_by_id``. Errors: UserError for ids that are none."""
-    if relevant is None:
-        return torch.zeros(0, dtype=torch.long)
-    if relevant.ndim != 2 or relevant.shape[1] != 2 or relevant.is_floating_point():
-        raise UserError(f"relevant of shape {list(relevant.shape)}, {relevant.dtype}: whole numbers [M, 2] expected, "
-                         "query id and document id")  # fmt: skip
-    if len(relevant) and not 0 <= int(relevant.min()) <= int(relevant.max()) < 2**ID_BITS:
-        raise UserError(f"relevant: ids from {int(relevant.min())} to {int(relevant.max())}; valid: 0 to 2**31 - 1")
-    return _codes(*relevant.unbind(1)).sort().values
-
-
-def _within(codes: Tensor, ordered: Tensor) -> Tensor:
-    """Whether each number is one of the sorted ones."""
+def _is_one_of(codes: Tensor, ordered: Tensor) -> Tensor:
     if not len(ordered):
         return torch.zeros_like(codes, dtype=torch.bool)
     place = torch.searchsorted(ordered, codes).clamp_max(len(ordered) - 1)

@@ -1,7 +1,7 @@
-"""What of the loss changes over a run: exponents, the weight of a direction, the learning rate of a second stage.
+"""Schedules of the loss over a run: exponents, the weight of a direction, the learning rate of a second stage.
 
-Pure functions of the settings and the step, so a run that is continued needs no memory of them. The last step of every
-run is at the exponents of --norm, which are those that it is exported and evaluated with (docs/math.md: "Curriculum").
+Pure functions of the settings and the step, so a resumed run needs no memory of them. The last step of every run has
+the exponents of --norm, with which it is exported and evaluated.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from mmclip.config import LossConfig
 from mmclip.errors import UserError, printable
-from mmclip.similarity import Exponents, Normalization
+from mmclip.roles import Exponents, Normalization
 
 
 def as_step(share: float, total_steps: int) -> int:
-    """A fraction below 1 of a run, the last step at most, or a number of steps, as a step counted from 0.
+    """Step, counted from 0, of a fraction below 1 of a run (at most the last step) or of a number of steps.
 
     >>> as_step(0.5, 9), as_step(0.999, 9), as_step(40, 9)
     (5, 8, 40)
@@ -24,7 +24,7 @@ def as_step(share: float, total_steps: int) -> int:
 
 
 def check(settings: LossConfig, total_steps: int) -> None:
-    """Errors: UserError for a schedule that would not have arrived at --norm at the last of ``total_steps``."""
+    """Refuse (UserError) a schedule that does not arrive at --norm by the last of ``total_steps``."""
     if settings.gamma_schedule == "none":
         return
     names = ("gamma_start",) if settings.gamma_schedule == "switch" else ("gamma_start", "gamma_end")
@@ -40,12 +40,12 @@ def check(settings: LossConfig, total_steps: int) -> None:
 
 
 def start_exponents(settings: LossConfig) -> Exponents | None:
-    """What a run with a schedule starts with; None where nothing changes."""
+    """Exponents at the first step of a scheduled run; None without a schedule."""
     return None if settings.gamma_schedule == "none" else Normalization(settings.gamma_from).exponents
 
 
 def exponents_at(settings: LossConfig, step: int, total_steps: int) -> Exponents:
-    """The exponents of a step, counted from 0, of a run with a schedule: each role's in a straight line."""
+    """Exponents of a step (from 0) of a scheduled run; each role's move in a straight line."""
     start, end = Normalization(settings.gamma_from).exponents, Normalization(settings.norm).exponents
     begin = as_step(settings.gamma_start, total_steps)
     done = begin if settings.gamma_schedule == "switch" else as_step(settings.gamma_end, total_steps)
@@ -56,13 +56,13 @@ def exponents_at(settings: LossConfig, step: int, total_steps: int) -> Exponents
 
 
 def rate_factor(settings: LossConfig, step: int, total_steps: int) -> float:
-    """What a second stage multiplies the learning rates with: --stage2-lr-factor from the switch on."""
+    """Factor of all learning rates: --stage2-lr-factor from the switch on, else 1."""
     switched = settings.gamma_schedule == "switch" and step >= as_step(settings.gamma_start, total_steps)
     return settings.stage2_lr_factor if switched else 1.0
 
 
 def i2t_weight_at(settings: LossConfig, step: int, total_steps: int) -> float | None:
-    """lambda of a step, from --i2t-weight at the first to --i2t-weight-end at the last; None where it does not move."""
+    """Lambda of a step, from --i2t-weight at the first to --i2t-weight-end at the last; None if it is constant."""
     end = settings.i2t_weight_end
     if end is None:
         return None
@@ -71,8 +71,8 @@ def i2t_weight_at(settings: LossConfig, step: int, total_steps: int) -> float | 
     return (1 - share) * start + share * end
 
 
-def told(step: int, line: dict[str, Any]) -> list[str]:
-    """For people: what a line of metrics.jsonl, of a step counted from 1, says of a transition or of another start.
+def describe(step: int, line: dict[str, Any]) -> list[str]:
+    """Transitions and starts from another run in a line of metrics.jsonl, of a step from 1, as sentences.
 
     Both are objects of [before, after] by the names of metrics.jsonl (``logit_scale_*`` is alpha).
     """

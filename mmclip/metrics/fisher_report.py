@@ -43,7 +43,7 @@ from mmclip.metrics.fisher import (
 )
 from mmclip.metrics.geometry import participation_ratio
 from mmclip.retrieval.ranking import BLOCK_BYTES
-from mmclip.similarity import TINY, Exponents, magnitude, mean_length_factors
+from mmclip.similarity import TINY, Exponents, magnitude, mean_norm_factor
 
 PER_DIMENSION = 4  # matched pairs for each of D dimensions
 SENSITIVITY = (1e-3, 1e-5)  # other epsilons, to show what the regularization does
@@ -129,7 +129,7 @@ def fisher_report(
     empty = int((magnitude(q) == 0).sum() + (magnitude(d) == 0).sum())
     if empty:
         return _undetermined(f"{empty} sampled vectors have length 0 and no direction", size)
-    scale = alpha * float(mean_length_factors(q, d, exponents).prod())
+    scale = alpha * mean_norm_factor(q, d, exponents)
     others = documents[n : 2 * n]
     unpaired = [(q, document[torch.as_tensor(others)].double())] if len(others) == n else []
     gaussians = [(_gaussian_like(q, rng), _gaussian_like(d, rng)) for _ in range(GAUSSIAN_DRAWS)]
@@ -191,7 +191,7 @@ def _undetermined(reason: str, size: Json) -> Json:
 
 def _alpha(query: Tensor, document: Tensor, exponents: Exponents, scale: float) -> float:
     """The alpha that gives these vectors this effective scale."""
-    return scale / max(float(mean_length_factors(query, document, exponents).prod()), TINY)
+    return scale / max(mean_norm_factor(query, document, exponents), TINY)
 
 
 def _gaussian_like(x: Tensor, rng: np.random.Generator) -> Tensor:

@@ -33,19 +33,19 @@ from mmclip.roles import (
     Normalization,
     direction_weights,
 )
-from mmclip.similarity import RoleSimilarity
+from mmclip.similarity import Similarity
 
 METADATA_FILE = "mmclip.json"
 TEXT_PACKAGES = ("sentence-transformers", "accelerate", "ir_measures")  # named where they are installed
 
 
 @torch.no_grad()
-def _similarity_metadata(similarity: RoleSimilarity, trained: Sequence[Direction], text: bool) -> dict[str, Any]:
+def _similarity_metadata(similarity: Similarity, trained: Sequence[Direction], text: bool) -> dict[str, Any]:
     """Normalization, exponents and the scales of each direction; None for a direction without training or batches."""
     gamma_q, gamma_d = (float(g) for g in similarity.exponents)
     metadata: dict[str, Any] = {"norm": similarity.norm.value, "gamma_q": gamma_q, "gamma_d": gamma_d}
     for direction in TEXT_DIRECTIONS if text else CLIP_DIRECTIONS:
-        known = direction in trained and similarity.is_calibrated(direction)
+        known = direction in trained and similarity.has_norm_stats(direction)
         metadata[f"logit_scale_{direction.value}"] = float(similarity.scale(direction)) if known else None
         metadata[f"effective_scale_{direction.value}"] = similarity.effective_scale(direction) if known else None
     return metadata | {"effective_scale": metadata[f"effective_scale_{main_direction(trained).value}"]}
@@ -62,7 +62,7 @@ def main_direction(trained: Sequence[Direction]) -> Direction:
 
 def clip_metadata(
     config: LossConfig,
-    similarity: RoleSimilarity,
+    similarity: Similarity,
     trained: Sequence[Direction],
     initial: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def clip_metadata(
     return metadata | ({"initial": initial} if initial else {})
 
 
-def text_metadata(config: TextTrainConfig, similarity: RoleSimilarity, trained: Sequence[Direction]) -> dict[str, Any]:
+def text_metadata(config: TextTrainConfig, similarity: Similarity, trained: Sequence[Direction]) -> dict[str, Any]:
     """Metadata of a trained text encoder as plain values: see ``clip_metadata``."""
     weights = direction_weights(config.loss, config.q2d_weight, text=True)
     metadata = {

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mmclip import metrics
-from mmclip.losses.contrastive import ContrastiveLoss
+from mmclip.losses import ContrastiveLoss, PositiveMask, mask_from_matrix
 from mmclip.retrieval import Qrels, as_floats, rank
-from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents
+from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents, Similarity
 from mmclip.tasks.advise import NORMS
 
 LEARNING_RATES = (3e-5, 2e-4, 1e-3)
@@ -114,11 +114,11 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of the two sides, and the known positives of each direction."""
+    """Rows of the two sides, and the known positives."""
 
     first: Tensor
     second: Tensor
-    known: dict[Direction, Tensor]
+    known: PositiveMask
 
 
 def draw_batches(data: Matched, units: Array, trial: Trial, rng: np.random.Generator) -> list[Batch]:
@@ -137,8 +137,7 @@ def draw_batches(data: Matched, units: Array, trial: Trial, rng: np.random.Gener
         chosen = order[starts[rows] + (rng.random(size) * (starts[rows + 1] - starts[rows])).astype(np.int64)]
         matches = data.pairs[chosen, 1]
         match = torch.as_tensor(np.isin(rows[:, None] * len(data.second) + matches[None, :], codes))
-        known = {d: match if d.query_side == data.sides[0] else match.T for d in trial.directions}
-        batches.append(Batch(torch.as_tensor(rows), torch.as_tensor(matches), known))
+        batches.append(Batch(torch.as_tensor(rows), torch.as_tensor(matches), mask_from_matrix(match)))
     return batches
 
 
@@ -170,7 +169,7 @@ def fit(
 ) -> Iterator[tuple[int, Heads, Exponents]]:
     """(steps done, heads, exponents) before training and at ``LOOKS``; the heads are the ones that go on training."""
     heads = Heads(data.sides, data.first.shape[1], trial.rank, seed)
-    loss = ContrastiveLoss(trial.directions, norm, scale_init=trial.scale_init)
+    loss = ContrastiveLoss(Similarity(norm, trial.directions, trial.scale_init), trial.directions)
     optimizer = torch.optim.AdamW(
         [{"params": heads.parameters(), "lr": lr}, {"params": loss.parameters(), "lr": SCALE_LR}], weight_decay=0.0
     )
@@ -181,11 +180,11 @@ def fit(
             zip(data.sides, (heads(data.sides[0], data.first[batch.first]),
                              heads(data.sides[1], data.second[batch.second])), strict=True)
         )  # fmt: skip
-        value = loss(sides, known=batch.known).loss
+        value = loss(sides, batch.known).loss
         optimizer.zero_grad(set_to_none=True)
         value.backward()
         optimizer.step()
-        loss.similarity.clamp_()
+        loss.similarity.clamp_logit_scale()
         if step in looks:
             yield step, heads, as_floats(loss.similarity.exponents)
 

@@ -21,7 +21,7 @@ from mmclip.config import StsConfig
 from mmclip.config.text import AUTO, PAPER_SCALE
 from mmclip.errors import UserError, printable
 from mmclip.models.text_encoder import ROLES, TextEncoder
-from mmclip.similarity import Direction, Normalization, RoleSimilarity
+from mmclip.similarity import Direction, Normalization, Similarity, magnitude
 from mmclip.tasks.sts import StsPairs, pair_scores, require_order, same_sentence
 from mmclip.training.optimizer import cosine_factor, set_learning_rate, warmup_steps
 
@@ -59,7 +59,7 @@ class RoleMSELoss(nn.Module):
             raise ValueError(f"norm {norm.value!r} needs raw vectors: take the model's final Normalize module off")
         self.model = model
         self.asked = scale
-        self.similarity = RoleSimilarity(norm, (Direction.Q2D,), effective_scale, effective_scale, gamma_init)
+        self.similarity = Similarity(norm, (Direction.Q2D,), effective_scale, effective_scale, gamma_init)
         logit_scale = self.similarity.logit_scale(Direction.Q2D).requires_grad_(False)
         if scale != AUTO:
             logit_scale.fill_(math.log(number))
@@ -70,8 +70,8 @@ class RoleMSELoss(nn.Module):
 
     def of_vectors(self, query: Tensor, document: Tensor, labels: Tensor) -> Tensor:
         """The loss of raw vectors [B, D] with labels [B], 0-d."""
-        if self.asked == AUTO and self.training and not self.similarity.is_calibrated(Direction.Q2D):
-            self.similarity.observe(Direction.Q2D, query.detach(), document.detach())
+        if self.asked == AUTO and self.training and not self.similarity.has_norm_stats(Direction.Q2D):
+            self.similarity.update_norm_stats(Direction.Q2D, magnitude(query), magnitude(document))
         s = pair_scores(query, document, self.similarity.exponents, self.similarity.scale(Direction.Q2D))
         return nn.functional.mse_loss(s, labels.to(s))
 

@@ -24,8 +24,7 @@ from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets
 from mmclip.evaluation.evaluate import evaluate_model, quick_rates
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.zero_shot import Classes, ZeroShot, open_classes
-from mmclip.losses import schedule
-from mmclip.losses.contrastive import ContrastiveLoss, LossOutput, clip_loss
+from mmclip.losses import ContrastiveLoss, LossOutput, clip_loss, mask_from_ids, schedule
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.models.export import export_clip
@@ -34,7 +33,7 @@ from mmclip.models.metadata import native_exponents, trained_directions
 from mmclip.models.text_encoder import text_precision
 from mmclip.retrieval.hubness import bank_side
 from mmclip.roles import CLIP_DIRECTIONS, SCALE_INIT, Direction, Exponents, direction_weights
-from mmclip.similarity import TINY, magnitude, mean_length_factors
+from mmclip.similarity import TINY, magnitude, mean_norm_factor
 from mmclip.training.monitors import CLIP_ADVICE, BadSamples
 from mmclip.training.optimizer import build_adamw, clip_groups, cosine_factor, steps_in_all, warmup_steps
 from mmclip.training.step import seed_of, similarity_numbers
@@ -165,13 +164,13 @@ class ClipTask(Task):
     def compute_loss(self, features: dict[str, Tensor], batch: Batch, log: bool) -> tuple[LossOutput, Json]:
         news: Json = {}
         if self._exponents is not None:
-            with torch.no_grad():  # rows of one dimension, which have the norms of the features
-                norms = {s: distributed.gather_rows(magnitude(x)[:, None]) for s, x in features.items()}
+            with torch.no_grad():
+                norms = {s: distributed.gather_rows(magnitude(x)) for s, x in features.items()}
             news |= self._change_exponents(self._exponents, norms)
         main = metadata.main_direction(self.loss.trained)
-        first = self.model.initial and not self.loss.similarity.is_calibrated(main)
-        ids = batch.image_id.to(self.device), batch.text_id.to(self.device)
-        out = self.loss(features, *ids, untrained=log, across_ranks=True)
+        first = self.model.initial and not self.loss.similarity.has_norm_stats(main)
+        same = mask_from_ids(batch.image_id.to(self.device), batch.text_id.to(self.device))
+        out = self.loss(features, same, untrained=log)
         if first:
             news["initial"] = self._compared_with_start()
         if log and self.config.i2t_weight_end is not None:
@@ -314,10 +313,10 @@ class ClipTask(Task):
         """alpha of each direction: the loss's own, or what a first batch of these pairs would set."""
         similarity, alphas = self.loss.similarity, {}
         for direction, weight in self.loss.weights.items():
-            if weight > 0 and similarity.is_calibrated(direction):
+            if weight > 0 and similarity.has_norm_stats(direction):
                 alphas[direction] = float(similarity.scale(direction))
             else:
-                norms = mean_length_factors(*direction.roles(pairs), similarity.exponents).prod()
+                norms = mean_norm_factor(*direction.roles(pairs), similarity.exponents)
                 alphas[direction] = similarity.scale_init / max(float(norms), TINY)
         return alphas
 
@@ -345,11 +344,12 @@ def build_loss(config: TrainConfig, model: ClipModel) -> ContrastiveLoss:
         config.norm,
         config.i2t_weight,
         config.positives,
-        min(scale, config.logit_scale_max),
-        config.logit_scale_max,
-        initial_gammas(config, model),
         config.focal,
         config.norm_drift,
         config.i2t_weight_end,
-        schedule.start_exponents(config),
+        gather=True,
+        scale_init=min(scale, config.logit_scale_max),
+        scale_max=config.logit_scale_max,
+        gamma_init=initial_gammas(config, model),
+        start=schedule.start_exponents(config),
     )

@@ -94,7 +94,7 @@ class TrainStep:
         own_gradients = [p.grad for p in own if p.grad is not None]
         distributed.average_(own_gradients)
         norm = fsdp.total_norm([p.grad for p in self.clipped if p.grad is not None])
-        finite = [out.loss.detach(), norm, *(n.sum() for n in out.lengths.values()), *(g.sum() for g in own_gradients)]
+        finite = [out.loss.detach(), norm, *(n.sum() for n in out.norms.values()), *(g.sum() for g in own_gradients)]
         if not math.isfinite(float(torch.stack([x.float() for x in finite]).sum())):  # the device is waited for once
             facts = self._facts(batch, out, step)
             for tensor, value in zip(changing, before, strict=True):
@@ -104,7 +104,7 @@ class TrainStep:
             for same in fsdp.alike(self.clipped):
                 nn.utils.clip_grads_with_norm_(same, self.config.grad_clip_norm, norm)
         self.optimizer.step()
-        self.loss.similarity.clamp_()
+        self.loss.similarity.clamp_logit_scale()
         return self._numbers(out, norm) | news if log else news
 
     # --- gradients ------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class TrainStep:
         numbers["lr"] = float(self.optimizer.param_groups[0]["lr"])
         numbers["logit_scale"] = float(self.loss.similarity.scale(main))
         numbers |= similarity_numbers(self.loss, directions)
-        for side, norms in out.lengths.items():
+        for side, norms in out.norms.items():
             numbers[f"norm_{side}_mean"] = float(norms.mean())
             numbers[f"norm_{side}_std"] = float(norms.std()) if len(norms) > 1 else 0.0
         return numbers
@@ -195,7 +195,7 @@ class TrainStep:
         """Where a NaN or an infinity came from: samples of all processes, parameters, gradients."""
         keys = [key for part in distributed.gather_objects(batch.keys) for key in part]
         named = [*self.encoder.named_parameters(), *self.loss.named_parameters()]
-        lost = torch.stack([~norms.isfinite() for norms in out.lengths.values()]).any(dim=0).tolist()
+        lost = torch.stack([~norms.isfinite() for norms in out.norms.values()]).any(dim=0).tolist()
         return {
             "step": step + 1,
             "loss": str(float(out.loss.detach())),

@@ -28,15 +28,15 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import evaluate, quick_rates
 from mmclip.evaluation.results import Results
-from mmclip.losses.contrastive import ContrastiveLoss, LossOutput
-from mmclip.losses.positives import codes_of, known_by_id
+from mmclip.losses import ContrastiveLoss, LossOutput, mask_from_judgments, text_loss
+from mmclip.losses.positives import codes_of
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.metrics.rank import TEXT_RATES
 from mmclip.models.export import export_text
 from mmclip.models.metadata import text_metadata, versions
 from mmclip.models.text_encoder import ROLES, TextEncoder, encoding, open_text_model
-from mmclip.roles import Direction, Exponents, Positives, direction_weights
-from mmclip.similarity import TINY, mean_length_factors
+from mmclip.roles import Direction, Exponents, Positives
+from mmclip.similarity import TINY, mean_norm_factor
 from mmclip.training.monitors import TEXT_ADVICE, BadSamples
 from mmclip.training.optimizer import build_adamw, linear_factor, steps_in_all, text_groups
 from mmclip.training.step import seed_of
@@ -178,10 +178,9 @@ class TextTask(Task):
 
     def compute_loss(self, features: dict[str, Tensor], batch: TextBatch, log: bool) -> tuple[LossOutput, Json]:
         sides = {side: features[side] for side in self.sides}
-        extra = {}
+        negatives, positives = {}, None
         if "negative" in features:
-            extra["document"] = features["negative"].transpose(0, 1).flatten(0, 1)  # [K * B, D], column by column
-        known = {}
+            negatives["document"] = features["negative"].transpose(0, 1).flatten(0, 1)  # [K * B, D], column by column
         if self.loss.positives is not Positives.NONE:
             documents = torch.from_numpy(batch.pairs.document_ids)
             ids = (
@@ -189,8 +188,8 @@ class TextTask(Task):
                 documents[:, 0],
                 documents[:, 1 : 1 + self.negatives].T.reshape(-1),
             )
-            known = known_by_id(self.relevant, *(distributed.gather_ids(i.to(self.device)) for i in ids))
-        return self.loss(sides, extra=extra, untrained=False, known=known, across_ranks=True), {}
+            positives = mask_from_judgments(self.relevant, *(i.to(self.device) for i in ids))
+        return self.loss(sides, positives, negatives, untrained=False), {}
 
     def build_optimizer(self) -> torch.optim.AdamW:
         return build_adamw(text_groups(self.encoder, self.loss, self.config), (0.9, 0.999), 1e-8)
@@ -295,7 +294,7 @@ class TextTask(Task):
         """
         config, native = self.config, self._exponents()
         query, document, rows = self._training_pairs()
-        norms = float(mean_length_factors(query[rows[0]], document[rows[1]], native).prod())
+        norms = mean_norm_factor(query[rows[0]], document[rows[1]], native)
         alpha = config.logit_scale_init / max(norms, TINY)  # as a first batch of these would set it
         trained = self._metadata()
         if Direction.Q2D in self.loss.trained:
@@ -355,19 +354,19 @@ class TextTask(Task):
 
 def build_loss(config: TextTrainConfig) -> ContrastiveLoss:
     """The loss of a run; alpha is trained with --learn-scale only."""
-    loss = ContrastiveLoss(
-        direction_weights(config.loss, config.q2d_weight, text=True),
+    return text_loss(
+        config.loss,
         config.norm,
+        config.q2d_weight,
         config.positives,
-        config.logit_scale_init,
-        config.logit_scale_max,
-        config.gamma_init,
         config.focal,
         config.norm_drift,
+        gather=True,
+        scale_init=config.logit_scale_init,
+        scale_max=config.logit_scale_max,
+        gamma_init=config.gamma_init,
+        learn_scale=config.learn_scale,
     )
-    for direction in loss.trained:
-        loss.similarity.logit_scale(direction).requires_grad_(config.learn_scale)
-    return loss
 
 
 def fingerprint(pairs: TextPairs) -> str:

@@ -124,7 +124,7 @@ class Trainer:
             due = first or last or self.step % config.log_every_n_steps == 0
             # Encoders take no empty batch: where a rank could read no sample all ranks pass the step over
             line = self._pass_over() if empty else self._take(batch, due)
-            for text in schedule.told(self.step, line) if self.rank == 0 else ():
+            for text in schedule.describe(self.step, line) if self.rank == 0 else ():
                 log.say(text)
             consumed += len(batch.keys) * self.ranks
             if "loss" in line:

@@ -11,10 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mmclip.distributed.collectives import average_, world
-from mmclip.distributed.columns import Columns
-from mmclip.losses import gram
-from mmclip.losses.contrastive import clip_loss
+from mmclip.distributed.collectives import average_, gather_rows, world
+from mmclip.losses import clip_loss, mask_from_ids, tiled
 from mmclip.roles import Positives
 from mmclip.similarity import Normalization
 
@@ -54,17 +52,15 @@ def joint(ranks: int) -> Found:
 def one_step(case: Case, ranks: int) -> Found:
     """Loss and gradients, a rank's own rows put where they stand in the joint batch; what is trained once, averaged."""
     name, weight = LOSSES[case.loss]
-    loss = clip_loss(name, case.norm, weight, case.positives, focal=case.focal, norm_drift=0.1).double()
+    loss = clip_loss(name, case.norm, weight, case.positives, case.focal, 0.1, gather=True).double()
     whole = joint(ranks)
     parts = {n: own(FURTHER[n[5:]][ranks] if n.startswith("more") else SIZES[ranks]) for n in whole}
     x = {n: t[parts[n]].clone().requires_grad_() for n, t in whole.items()}
     pairs = parts["image"]
     out = loss(
         {s: x[s] for s in ("image", "text")},
-        IMAGE_ID[pairs],
-        TEXT_ID[pairs],
+        mask_from_ids(IMAGE_ID[pairs], TEXT_ID[pairs]),
         {s: x[f"more {s}"] for s in ("image", "text")},
-        across_ranks=True,
     )
     out.loss.backward()
     average_([p.grad for p in loss.parameters() if p.grad is not None])
@@ -81,8 +77,10 @@ def there_and_back() -> tuple[Tensor, Tensor]:
     """What every rank gathers, and what it gets back of it."""
     rank, ranks = world()
     mine = torch.tensor([[10.0 * rank + k] for k in range(SIZES[ranks][rank] + FURTHER["text"][ranks][rank])])
-    columns = Columns(mine, mine[: SIZES[ranks][rank]], SIZES[ranks][rank], True)
-    return columns.gather(mine), columns.scatter(columns.gather(mine))
+    mine.requires_grad_()
+    gathered = gather_rows(mine)
+    (back,) = torch.autograd.grad(gathered.square().sum() / 2, mine)
+    return gathered.detach(), back
 
 
 class Bytes:
@@ -115,19 +113,17 @@ class Bytes:
 
 def sent(across_ranks: bool) -> float:
     """By a step of wide rows, of which ids and statistics are a small part."""
-    from mmclip.distributed.collectives import gather_rows
-
     x = {s: torch.randn(8, 4096, requires_grad=True) for s in ("image", "text")}
     with Bytes() as counted:
         sides = x if across_ranks else {s: gather_rows(t) for s, t in x.items()}
-        clip_loss("sym", "qnorm")(sides, across_ranks=across_ranks).loss.backward()
+        clip_loss("sym", "qnorm", gather=across_ranks)(sides).loss.backward()
     return counted.sent / (8 * 4096 * 4 * (world()[1] - 1))
 
 
 def _rank(rank: int, folder: str, ranks: int) -> None:
     torch.set_num_threads(1)
     # Ranks have other numbers of blocks, and none waits for another's
-    gram.ROWS, gram.BLOCK["cpu"], gram.PIECE["cpu"], gram.STRIP["cpu"] = 2, 1, 3, 1
+    tiled.ROWS, tiled.BLOCK["cpu"], tiled.PIECE["cpu"], tiled.STRIP["cpu"] = 2, 1, 3, 1
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     try:
         found: dict[str, Any] = {"steps": {tuple(c): one_step(c, ranks) for c in CASES}, "columns": there_and_back()}
@@ -159,14 +155,13 @@ def test_ranks_with_further_candidates_have_the_joint_batchs_loss_and_gradients(
     assert len({float(p) for p in policies}) == 3, "known positives are there"
 
 
-def test_columns_are_pairs_first_and_their_sums_go_home(run: list[dict[str, Any]]) -> None:
+def test_rows_are_gathered_in_rank_order_and_their_gradients_go_home(run: list[dict[str, Any]]) -> None:
     ranks = len(run)
-    pairs = [10.0 * r + k for r in range(ranks) for k in range(SIZES[ranks][r])]
-    further = [10.0 * r + SIZES[ranks][r] + k for r in range(ranks) for k in range(FURTHER["text"][ranks][r])]
+    sizes = [p + more for p, more in zip(SIZES[ranks], FURTHER["text"][ranks], strict=True)]
     for r, found in enumerate(run):
         gathered, back = (t[:, 0].tolist() for t in found["columns"])
-        assert gathered == pairs + further
-        assert back == [ranks * (10.0 * r + k) for k in range(SIZES[ranks][r] + FURTHER["text"][ranks][r])]
+        assert gathered == [10.0 * rank + k for rank, n in enumerate(sizes) for k in range(n)]
+        assert back == [ranks * (10.0 * r + k) for k in range(sizes[r])]
 
 
 def test_one_side_is_sent_there_and_its_gradient_back(run: list[dict[str, Any]]) -> None:
@@ -174,11 +169,4 @@ def test_one_side_is_sent_there_and_its_gradient_back(run: list[dict[str, Any]])
     for found in run:
         one, both = found["sent"]
         assert 2 <= one < 2.05, "one side and its gradient"
-        assert both > 2.9 * one
-
-
-def test_one_process_gathers_nothing() -> None:
-    x = torch.randn(5, 2)
-    columns = Columns(x, x[:3], 3, True)
-    assert (columns.pairs, columns.first, columns.ranks) == (3, 0, 1)
-    assert columns.gather(x) is x and columns.scatter(x) is x and columns.summed(x) is x and columns.largest(x) is x
+        assert both > 1.9 * one

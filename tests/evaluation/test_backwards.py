@@ -9,7 +9,7 @@ import torch
 from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank
-from mmclip.similarity import SCALE_INIT, Direction, Exponents, mean_length_factors, score
+from mmclip.similarity import SCALE_INIT, Direction, Exponents, mean_norm_factor, score
 from tests.helpers.evaluating import evaluate_clip
 
 N, M, DIM = 40, 80, 8
@@ -91,7 +91,7 @@ def test_a_scale_that_is_not_told_is_calibrated_and_says_so() -> None:
     d = data()
     results = run(d, QNORM, scales={Direction.I2T: None}, bank=Bank("train", {"text": vectors(9, 30)}))
     facts = results.json["retrieval"]["t2i"][CORRECTED]
-    lengths = float(mean_length_factors(d.image, d.text, QNORM).prod())
+    lengths = mean_norm_factor(d.image, d.text, QNORM)
     assert facts["alpha"] == pytest.approx(SCALE_INIT / lengths) and facts["alpha_source"] == "calibrated"
 
 

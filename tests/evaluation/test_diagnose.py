@@ -15,7 +15,7 @@ from mmclip.evaluation.eval_set import text_sizes
 from mmclip.metrics import fisher, geometry
 from mmclip.metrics.magnitude import TOP_K, length_effects
 from mmclip.retrieval.ranking import rank
-from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization, mean_length_factors, score
+from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization, mean_norm_factor, score
 
 QNORM = Exponents(1.0, 0.0)
 QUERIES, DIM = 200, 12
@@ -99,7 +99,7 @@ def test_the_section_is_plain_json_with_every_documented_key():
     assert set(section["row_entropy"]) == {"cosine", "dot", "qnorm", "dnorm", "native"}
     assert section["magnitude"]["query"]["n"] == QUERIES
     assert section["magnitude"]["document"]["quantiles"]["0.5"] == pytest.approx(1, abs=0.05)
-    factors = float(mean_length_factors(query, document, QNORM).prod())
+    factors = mean_norm_factor(query, document, QNORM)
     assert section["scale"] == {
         "alpha": pytest.approx(SCALE_INIT / factors),
         "alpha_source": "calibrated",
@@ -111,11 +111,11 @@ def test_every_scoring_is_taken_at_natives_effective_scale():
     query, document, pairs = planted(1.2)
     query = 7 * query
     section, _ = run(query, document, pairs, native=Exponents(0.5, 0.25), alpha=3.0, fisher=False)
-    scale = 3.0 * float(mean_length_factors(query, document, Exponents(0.5, 0.25)).prod())
+    scale = 3.0 * mean_norm_factor(query, document, Exponents(0.5, 0.25))
     assert section["scale"]["effective_scale"] == pytest.approx(scale)
     assert section["scale"]["alpha_source"] == "given"
     assert section["row_entropy"]["native"]["alpha"] == pytest.approx(3.0)
-    alpha = scale / float(mean_length_factors(query, document, Normalization.DOT.exponents).prod())
+    alpha = scale / mean_norm_factor(query, document, Normalization.DOT.exponents)
     p = score(query, document, Normalization.DOT.exponents, alpha).double().softmax(1).numpy()
     assert section["row_entropy"]["dot"]["mean"] == pytest.approx(stats.entropy(p, axis=1).mean(), rel=1e-4)
 

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmclip.config import LossConfig
-from mmclip.distributed.collectives import average_, gather_ids, gather_rows, world
-from mmclip.losses.contrastive import ContrastiveLoss, clip_loss, contrastive_loss
+from mmclip.distributed.collectives import average_, gather_rows, world
+from mmclip.losses import ContrastiveLoss, clip_loss, contrastive_cross_entropy, mask_from_ids
 from mmclip.losses.schedule import exponents_at, i2t_weight_at, start_exponents
 from mmclip.roles import SCALE_INIT, Direction, Exponents, Normalization, Positives, direction_weights
+from mmclip.similarity import magnitude
 
 SPLITS = {2: (5, 3), 3: (4, 1, 3)}  # rows of each rank, by the number of ranks: 8 in all, shared out unevenly
 IMAGE_ID = torch.tensor([0, 1, 2, 3, 1, 0, 5, 2])  # three images have two captions in the batch
@@ -31,9 +32,9 @@ class Case(NamedTuple):
     norm: str
     positives: str
 
-    def build(self, dtype: torch.dtype) -> ContrastiveLoss:
+    def build(self, dtype: torch.dtype, gather: bool = True) -> ContrastiveLoss:
         name, weight = LOSSES[self.loss]
-        return clip_loss(name, self.norm, weight, self.positives).to(dtype)
+        return clip_loss(name, self.norm, weight, self.positives, gather=gather).to(dtype)
 
 
 CASES = [Case(loss, n.value, p.value) for loss in LOSSES for n in Normalization for p in Positives]
@@ -89,11 +90,11 @@ def backward(
     ids = IMAGE_ID[rows], TEXT_ID[rows]
     given = {"image": image, "text": text}
     if exponents is not None:
-        loss.similarity.change_exponents(exponents, {side: gather_rows(x) for side, x in given.items()})
+        loss.similarity.change_exponents(exponents, {side: gather_rows(magnitude(x)) for side, x in given.items()})
     if gather is not None:
-        given, ids = {side: gather(x) for side, x in given.items()}, (gather_ids(ids[0]), gather_ids(ids[1]))
+        given, ids = {side: gather(x) for side, x in given.items()}, (gather_rows(ids[0]), gather_rows(ids[1]))
     # as in training, the untrained direction's loss is asked for in some steps only
-    out = loss(given, *ids, untrained=step % 2 == 0, across_ranks=gather is None)
+    out = loss(given, mask_from_ids(*ids), untrained=step % 2 == 0)
     out.loss.backward()
     return {"loss": out.loss.detach()} | {f"loss_{d.value}": v for d, v in out.by_direction.items()}
 
@@ -111,7 +112,7 @@ def collect(network: nn.Module, loss: ContrastiveLoss) -> Found:
 
 
 def one_step(case: Case, dtype: torch.dtype, gather: Gather | None = None) -> Found:
-    network, loss = network_of(dtype), case.build(dtype)
+    network, loss = network_of(dtype), case.build(dtype, gather is None)
     return backward(network, loss, gather=gather) | collect(network, loss)
 
 
@@ -129,7 +130,7 @@ def several_steps(case: Case) -> Found:
                 p.grad *= 1 + 1e-14 * world()[0]
         average(loss)
         optimizer.step()
-        loss.similarity.clamp_()
+        loss.similarity.clamp_logit_scale()
     return {n: p.detach() for n, p in named.items()} | dict(loss.named_buffers())
 
 
@@ -147,7 +148,7 @@ def curriculum_steps() -> Found:
     )
     network = network_of(torch.float64)
     loss = clip_loss(
-        "sym", "dot", 1.0, "multi", focal=2.0, norm_drift=0.3, i2t_weight_end=0.0, start=start_exponents(settings)
+        "sym", "dot", 1.0, "multi", 2.0, 0.3, i2t_weight_end=0.0, gather=True, start=start_exponents(settings)
     ).double()
     named = named_parameters(network, loss)
     optimizer = torch.optim.AdamW([p for p in named.values() if p.requires_grad], lr=1e-2)
@@ -160,7 +161,7 @@ def curriculum_steps() -> Found:
         found |= {f"{step} {n}": v for n, v in losses.items()}
         found |= {f"{step} {n} grad": p.grad.clone() for n, p in named.items() if p.grad is not None and p.grad.any()}
         optimizer.step()
-        loss.similarity.clamp_()
+        loss.similarity.clamp_logit_scale()
     state = {n: b for n, b in loss.named_buffers() if n != "similarity.gammas"}
     assert loss.similarity.gammas is not None and not loss.similarity.gammas.any(), "it arrived at dot"
     return found | {n: p.detach() for n, p in named.items()} | state
@@ -189,9 +190,16 @@ def own_queries_only(norm: str) -> Found:
     image, text = network(**sides)
     images, texts = plain_gather(image), plain_gather(text)
     for direction in loss.weights:
-        loss.similarity.observe(direction, *direction.roles({"image": images, "text": texts}))
+        loss.similarity.update_norm_stats(
+            direction, *direction.roles({"image": magnitude(images), "text": magnitude(texts)})
+        )
     candidates = torch.cat([text, texts[: rows.start], texts[rows.stop :]])  # the document of query i is candidate i
-    value = contrastive_loss(loss.similarity(Direction.I2T, image, candidates)) * len(image) * world()[1] / len(images)
+    value = (
+        contrastive_cross_entropy(loss.similarity(Direction.I2T, image, candidates))
+        * len(image)
+        * world()[1]
+        / len(images)
+    )
     value.backward()
     return collect(network, loss)
 

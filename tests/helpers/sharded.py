@@ -154,7 +154,9 @@ def stepper(folder: Path, case: Case, fsdp: bool) -> TrainStep:
     options = EncodeOptions(torch.device("cpu"), case.precision, progress=False)
     source: Any = Live(model, case.from_trunk)
     given = {"batch_size": 16, "lr": 1e-3, "eps": 1e-3, "fsdp": fsdp, "warmup": 0, "max_steps": 10, **dict(case.more)}
-    task = ClipTask(TrainConfig(**given), model, clip_loss("sym", "learned").to(case.dtype), source, options)
+    task = ClipTask(
+        TrainConfig(**given), model, clip_loss("sym", "learned", gather=True).to(case.dtype), source, options
+    )
     return TrainStep(task)
 
 

@@ -140,7 +140,7 @@ def test_it_trains_in_sentence_transformers_trainer(model: TextEncoder, file: Pa
     SentenceTransformerTrainer(model.encoder, arguments, train_dataset=data, loss=loss).train()
     after = [loss.similarity.gamma_hat_q, next(model.encoder.parameters())]
     assert all(not torch.equal(a.cpu(), b) for a, b in zip(after, before, strict=True))
-    assert loss.similarity.is_calibrated(Direction.Q2D)
+    assert loss.similarity.has_norm_stats(Direction.Q2D)
 
 
 def test_no_sentence_stands_on_both_sides_of_a_split(file: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mmclip import load_model
 from mmclip.config import LossConfig, TrainConfig
 from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
-from mmclip.losses.schedule import as_step, check, exponents_at, i2t_weight_at, rate_factor, told
+from mmclip.losses.schedule import as_step, check, describe, exponents_at, i2t_weight_at, rate_factor
 from mmclip.models.metadata import clip_metadata
 from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
 from tests.helpers.tiny import run_script
@@ -143,7 +143,7 @@ def test_facts_say_what_was_used_and_nothing_else() -> None:
 
 
 def test_another_runs_name_cannot_write_on_the_screen() -> None:
-    (text,) = told(1, {"initial": {"run": "a\nb", "loss": "sym", "norm": "x\x1b[2J", "gamma_q": [None, 1.0]}})
+    (text,) = describe(1, {"initial": {"run": "a\nb", "loss": "sym", "norm": "x\x1b[2J", "gamma_q": [None, 1.0]}})
     assert text.isprintable()
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from mmclip.data.beir import open_beir
 from mmclip.errors import UserError
-from mmclip.losses.positives import known_by_id
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.models.text_encoder import load_text_model
 from mmclip.roles import Direction, Normalization, Positives, direction_weights
@@ -162,11 +161,6 @@ def test_a_known_positive_among_hard_negatives_of_any_row_is_masked_a_target_or_
         features = vectors(2, 1)
         found[policy] = loss(features, labels).item()
         gradient = torch.autograd.grad(loss(features, labels), [f["rows"] for f in features])[2][1]
-        others = known_by_id(loss.relevant, *loss._ids(labels, 2, 1)) if policy is not Positives.NONE else {}
-        if others:
-            two, four = torch.arange(2), torch.arange(4)
-            assert others[Direction.Q2D](two, four).int().tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
-            assert others[Direction.D2Q](two, two).int().tolist() == [[1, 0], [0, 1]]
         assert gradient.any(), "query 6 has it as a negative under every policy"
     assert len(set(found.values())) == 3
 
@@ -180,18 +174,6 @@ def test_labels_of_another_shape_say_nothing_and_are_refused_where_judgments_are
     assert RoleRankingLoss(GIVEN, positives="none", relevant=relevant)(features, labels).item() == plain
     with pytest.raises(UserError, match=r"labels of shape .*whole numbers \[3, 3\]"):
         RoleRankingLoss(GIVEN, relevant=relevant)(features, labels)
-
-
-def test_membership_by_search_equals_sets_at_the_ends_of_the_ids() -> None:
-    top = 2**31 - 1
-    pairs = {(0, 0), (0, top), (1, 0), (top, top), (7, 3)}
-    loss = RoleRankingLoss(GIVEN, relevant=torch.tensor(sorted(pairs)))
-    query, document = torch.tensor([0, 1, 7, top]), torch.tensor([2, 4, 5, 6])  # pairs of the batch, none judged
-    candidate = torch.tensor([0, 1, 3, top])
-    known = known_by_id(loss.relevant, query, document, candidate)[Direction.Q2D](torch.arange(4), torch.arange(4, 8))
-    expected = [[(q, d) in pairs for d in candidate.tolist()] for q in query.tolist()]
-    assert known.tolist() == expected and known.any() and not known.all()
-    assert not any("relevant" in name for name in loss.state_dict())
 
 
 # --- sentence-transformers' own losses --------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def several_steps(case: Case, hooks: bool = True, **settings: Any) -> Found:
             if p.grad is not None:
                 found[f"{step} grad {name.replace('.module', '')}"] = p.grad.clone()
         optimizer.step()
-        loss.clamp_scale()
+        loss.clamp_logit_scale()
     return found | {n.replace(".module", ""): t for n, t in loss.state_dict().items()}
 
 

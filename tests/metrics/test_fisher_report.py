@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmclip.metrics import fisher_report as report_module
 from mmclip.metrics.fisher import document_fisher, log10_kappa, query_fisher
 from mmclip.metrics.fisher_report import fisher_report, four_matrices, matched_pairs
-from mmclip.similarity import Exponents, mean_length_factors
+from mmclip.similarity import Exponents, mean_norm_factor
 
 DIM = 16
 N = 4 * DIM
@@ -69,7 +69,7 @@ def test_a_report_holds_the_four_at_one_effective_scale():
     json.dumps(found, allow_nan=False)
     assert (found["status"], found["n"], found["n_available"], found["dim"]) == ("determined", N, N, DIM)
     q, d = q.double(), d.double()
-    scale = 2.0 * float(mean_length_factors(q, d, QNORM).prod())
+    scale = 2.0 * mean_norm_factor(q, d, QNORM)
     assert found["effective_scale"] == pytest.approx(scale)
     wanted = {
         "query_raw": (query_fisher, (0.0, 0.0)),
@@ -79,7 +79,7 @@ def test_a_report_holds_the_four_at_one_effective_scale():
     }
     for name, (matrix, exponents) in wanted.items():
         at = Exponents(*exponents)
-        alpha = scale / float(mean_length_factors(q, d, at).prod())
+        alpha = scale / mean_norm_factor(q, d, at)
         eigenvalues = torch.linalg.eigvalsh(matrix(q, d, at, alpha))
         section = found[name]
         assert section["exponents"] == {"gamma_q": exponents[0], "gamma_d": exponents[1]}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
 from mmclip.embeddings.encode import EncodeOptions
-from mmclip.losses.contrastive import ContrastiveLoss, clip_loss
+from mmclip.losses import ContrastiveLoss, clip_loss, mask_from_ids
 from mmclip.models.factory import ClipModel, build_model
 from mmclip.roles import LOSS_WEIGHTS
 from mmclip.similarity import Normalization
@@ -174,7 +174,7 @@ def test_dropout_is_replayed_in_the_second_pass(tiny_model: Path, how: dict[str,
         torch.manual_seed(seed_of(5, 0, 7, i) + (not same_masks))
         features.append(s.network(part.images, part.tokens, False, False))
     image, text = (torch.cat(side) for side in zip(*features, strict=True))
-    s.loss({"image": image, "text": text}, IDS, torch.arange(ROWS)).loss.backward()
+    s.loss({"image": image, "text": text}, mask_from_ids(IDS, torch.arange(ROWS))).loss.backward()
     error = relative_error(accumulated, gradients(s))
     assert error < 1e-12 if same_masks else error > 1e-2
     assert not how.get("torchcompile") or compiled_graphs() > 0

@@ -97,7 +97,7 @@ class Clamp(TrainerCallback):
         self.loss = loss
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.loss.clamp_scale()
+        self.loss.clamp_logit_scale()
 
 
 @pytest.mark.parametrize(
