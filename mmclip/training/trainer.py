@@ -52,7 +52,7 @@ class Trainer:
     def _monitors(self) -> Monitors:
         config, task = self.config, self.task
         learned = config.norm == "learned" and config.gamma_lr > 0
-        gamma_q, gamma_d = (float(g) for g in task.loss.similarity.exponents)
+        gamma_q, gamma_d = (float(torch.as_tensor(g).detach()) for g in task.loss.similarity.exponents)
         return Monitors(
             candidates=task.candidates,
             trained=[d.value for d in task.loss.trained],
