@@ -18,8 +18,8 @@ from PIL import Image
 from mmclip.commands import train as run
 from mmclip.config import TrainConfig
 from mmclip.data.shards import open_data
-from mmclip.embeddings.encode import Runner
-from mmclip.embeddings.features import Source
+from mmclip.embeddings.encode import EncodeOptions
+from mmclip.embeddings.features import FeatureSource
 from mmclip.errors import UserError
 from mmclip.models.factory import build_model
 from mmclip.training import profiler
@@ -39,8 +39,8 @@ def settings(data: Path, model: Path, logs: Path, **more: Any) -> TrainConfig:
 def trainer(of: TrainConfig, folder: Path) -> Trainer:
     torch.manual_seed(0)
     model = build_model(of.model)
-    runner = Runner(torch.device("cpu"), batch_size=of.batch_size, progress=False)
-    return Trainer(ClipTask(of, model, build_loss(of, model), Source(open_data(of.train_data)), runner), folder)
+    options = EncodeOptions(torch.device("cpu"), batch_size=of.batch_size, progress=False)
+    return Trainer(ClipTask(of, model, build_loss(of, model), FeatureSource(open_data(of.train_data)), options), folder)
 
 
 @pytest.mark.parametrize("accum_freq", [1, 2])
