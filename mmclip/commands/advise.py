@@ -21,10 +21,23 @@ from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_norm_factor
-from mmclip.tasks.advise import MIN_QUERIES, decide, undecided
-from mmclip.tasks.advise_show import draw, show
-from mmclip.tasks.advise_trial import FIXED, Heads, Matched, Trial, answer, judged_units, run_trial, without_silent
-from mmclip.tasks.advise_vectors import Encoded, encode
+from mmclip.tasks.advise import (
+    FIXED,
+    MIN_QUERIES,
+    Encoded,
+    Heads,
+    Matched,
+    Trial,
+    answer,
+    decide,
+    draw,
+    encode,
+    judged_units,
+    run_trial,
+    show,
+    undecided,
+    without_silent,
+)
 
 JSON_FILE, PICTURE = "advise.json", "advise.png"
 NOT_COVERED = (

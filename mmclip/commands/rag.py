@@ -26,9 +26,23 @@ from mmclip.models.text_encoder import native_scoring, open_text_model, text_pre
 from mmclip.reporting.table import Cell, Table, change_cell, rate_cell, show
 from mmclip.retrieval import Qrels, rank
 from mmclip.similarity import Exponents, Normalization
-from mmclip.tasks.rag import CLOSED_PROMPT, DOCUMENTS, PROMPT, QUESTION, read_template
-from mmclip.tasks.rag_check import CLOSED, COSINE, EM, F1, Q2D, RECALL, Lists, Predictions, check
-from mmclip.tasks.rag_reader import open_reader
+from mmclip.tasks.rag import (
+    CLOSED,
+    CLOSED_PROMPT,
+    COSINE,
+    DOCUMENTS,
+    EM,
+    F1,
+    PROMPT,
+    Q2D,
+    QUESTION,
+    RECALL,
+    Lists,
+    Predictions,
+    check,
+    open_reader,
+    read_template,
+)
 
 RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
 Json = dict[str, Any]

@@ -26,9 +26,20 @@ from mmclip.metrics import over_seeds
 from mmclip.models.metadata import versions
 from mmclip.models.text_encoder import TextEncoder, native_scoring, open_text_model
 from mmclip.similarity import Exponents, Normalization, mean_norm_factor
-from mmclip.tasks.sts import NATIVE, PairBootstrap, StsPairs, evaluate_sts, open_sts, scorings
-from mmclip.tasks.sts_tables import print_sts
-from mmclip.tasks.sts_train import Vectors, label_top, split_pairs, train_pairs, without_sentences_of
+from mmclip.tasks.sts import (
+    NATIVE,
+    PairBootstrap,
+    StsPairs,
+    Vectors,
+    evaluate_sts,
+    label_top,
+    open_sts,
+    print_sts,
+    scorings,
+    split_pairs,
+    train_pairs,
+    without_sentences_of,
+)
 
 JSON_FILE, CSV_FILE, RUNS = "sts.json", "sts.csv", "runs"
 UNTRAINED = "untrained"

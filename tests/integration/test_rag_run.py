@@ -133,7 +133,7 @@ def test_what_a_reader_says_is_judged(root: Path, tmp_path: Path, monkeypatch: p
     said = dict(zip(first["per_query"]["query_ids"], first["per_query"]["dot"]["prediction"], strict=True))
     rows = [json.loads(line) for line in (data / "queries.jsonl").read_text().splitlines()]
     write_jsonl(data / "queries.jsonl", (row | {"answers": [said[row["_id"]].upper() + "!"]} for row in rows))
-    monkeypatch.delattr("mmclip.tasks.rag_reader._weights")
+    monkeypatch.delattr("mmclip.tasks.rag._weights")
     found = run_rag(parse(RagConfig, [*asked(root), *flags, "--data", str(data)]))
     assert found["rag"]["q2d"]["dot"]["em"] == found["rag"]["q2d"]["dot"]["f1"] == 1
     assert found["rag"]["q2d"]["cosine"]["em"] < 1 and found["to_cosine"]["dot"]["em"]["delta"] > 0
@@ -175,7 +175,7 @@ def test_what_is_wrong_is_told_before_a_model_loads(
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("mmclip.commands.rag.open_text_model", load)
-    monkeypatch.setattr("mmclip.tasks.rag_reader._weights", load)
+    monkeypatch.setattr("mmclip.tasks.rag._weights", load)
     with pytest.raises(UserError, match=told) as error:
         run_rag(parse(RagConfig, [*asked(root), "--output", str(tmp_path / "out"), *flags]))
     assert "\n" not in str(error.value)

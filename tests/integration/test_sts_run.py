@@ -18,8 +18,16 @@ from mmclip.config.text import PAPER_SCALE
 from mmclip.errors import UserError
 from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.similarity import Direction, Normalization
-from mmclip.tasks.sts import StsPairs, open_sts, same_sentence
-from mmclip.tasks.sts_train import ResidualHead, RoleMSELoss, split_pairs, train_pairs, without_sentences_of
+from mmclip.tasks.sts import (
+    ResidualHead,
+    RoleMSELoss,
+    StsPairs,
+    open_sts,
+    same_sentence,
+    split_pairs,
+    train_pairs,
+    without_sentences_of,
+)
 from tests.helpers.tiny import ROOT, run_script
 
 WORDS = [f"w{i}" for i in range(30)]

@@ -17,9 +17,7 @@ from mmclip.config import AdviseConfig, parse
 from mmclip.data.beir import open_beir
 from mmclip.errors import UserError
 from mmclip.similarity import Direction, Normalization
-from mmclip.tasks.advise import CANNOT_TELL, NORMS
-from mmclip.tasks.advise_trial import Matched
-from mmclip.tasks.advise_vectors import drawn, encode, text_split, weights_key
+from mmclip.tasks.advise import CANNOT_TELL, NORMS, Matched, drawn, encode, text_split, weights_key
 from tests.helpers.texts import make_beir, make_bert
 from tests.helpers.tiny import run_script
 

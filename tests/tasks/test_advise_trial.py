@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from mmclip import metrics
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Direction
-from mmclip.tasks.advise import CANNOT_TELL, decide
-from mmclip.tasks.advise_trial import (
+from mmclip.tasks.advise import (
+    CANNOT_TELL,
     FIXED,
     Head,
     Heads,
     Matched,
     Trial,
     answer,
+    decide,
     draw_batches,
     fit,
     judged_units,

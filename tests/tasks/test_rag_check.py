@@ -17,8 +17,7 @@ from mmclip.data.beir import BeirCollection
 from mmclip.errors import UserError
 from mmclip.metrics import mean_intervals, paired_difference
 from mmclip.similarity import Normalization
-from mmclip.tasks.rag import exact_match, has_answer, token_f1
-from mmclip.tasks.rag_check import CLOSED, Predictions, check
+from mmclip.tasks.rag import CLOSED, Predictions, check, exact_match, has_answer, token_f1
 from tests.helpers.readers import Repeats
 
 SCORINGS = {n: Normalization(n).exponents for n in ("cosine", "dot", "qnorm", "dnorm")}

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmclip.errors import UserError
-from mmclip.tasks.rag import DOCUMENTS, QUESTION, Template
-from mmclip.tasks.rag_reader import Reader, open_reader, require_reader
+from mmclip.tasks.rag import DOCUMENTS, QUESTION, Reader, Template, open_reader, require_reader
 from tests.helpers.readers import make_causal, make_t5
 from tests.helpers.texts import END, WORDS, make_bert
 
