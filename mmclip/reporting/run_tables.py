@@ -165,8 +165,9 @@ def retrieval_table(runs: Runs, pool: str, direction: str) -> Table:
             rows.append((" = ".join(names), cells))
         for note in _retrieval_notes(run, pool, direction):
             told.setdefault(note, []).append(name)
+    once = pool == MAIN_POOL and direction == directions(runs)[0]
     title = f"{LONG[direction]} · {place(runs, pool)}"
-    return Table(title, ["scoring", *heads.values(), "median\nrank"], rows, [_R, *_shared(told, runs)])
+    return Table(title, ["scoring", *heads.values(), "median\nrank"], rows, [_R] * once + _shared(told, runs))
 
 
 def change_table(runs: Runs, pool: str, direction: str, changes: Mapping[str, Json]) -> Table:
@@ -236,7 +237,9 @@ def norms_table(runs: Runs, pool: str) -> Table:
                     told.setdefault(f"no d ({kind}) of {side}s: {printable(reason)}", []).append(name)
             rows.append((f"{name}\n{side}s" + (f", ranked in {LONG[ranked[side]]}" if side in ranked else ""), cells))
     columns = ["run", "mean\nnorm", "CV", "d\ntop 10", "d\ncorpus", "d\npairs"]
-    return Table(f"embedding norms · {place(runs, pool)}", columns, rows, [_D, *_shared(told, runs)])
+    return Table(
+        f"embedding norms · {place(runs, pool)}", columns, rows, [_D] * (pool == MAIN_POOL) + _shared(told, runs)
+    )
 
 
 def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document", pool: str = MAIN_POOL) -> Table | None:
@@ -271,7 +274,7 @@ def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document",
 def diagnostics_tables(runs: Runs, pool: str = MAIN_POOL) -> tuple[Table, Table] | None:
     """(the measures to look at first with what they say, all by their names in results.json); None without any."""
     sections = {
-        (f"{name}\n{d}" if len(runs) > 1 else f"{d}\n{Direction(d).query_side} queries"): section
+        (f"{name}\n{d}" if len(runs) > 1 else d if d == "q2d" else f"{d}\n{Direction(d).query_side} queries"): section
         for name, run in runs.items()
         for d in run.pools[pool]["retrieval"]
         if isinstance(section := (run.pools[pool].get("diagnostics") or {}).get(d), dict)

@@ -66,7 +66,7 @@ def test_distractor_kinds_are_pools_of_their_own(tmp_path: Path, tiny_data: Path
         ({"text_image_ids": np.array([f"x{t}" for t in range(M)])}, "x0"),
         ({"image": np.full((N, D), np.nan, np.float32)}, "row 0"),
         ({"image_ids": None}, "no array 'image_ids'"),
-        ({"image": np.zeros((N, 0), np.float32), "text": np.zeros((M, 0), np.float32)}, "no dimension"),
+        ({"image": np.zeros((N, 0), np.float32), "text": np.zeros((M, 0), np.float32)}, "one dimension for all"),
         ({"image": np.full((N, D), 1e19, np.float32)}, "overflow in float32"),
         ({"image": np.ones((N, D), np.int8)}, "astype('float32')"),
         (
@@ -129,7 +129,7 @@ def test_random_weights_are_told_on_the_screen_and_in_the_results(
     tmp_path: Path, tiny_data: Path, tiny_model: Path
 ) -> None:
     done = run_script("evaluate.py", "--model", tiny_model, "--data", tiny_data, "--output", tmp_path)
-    assert done.returncode == 0 and "random weights, and what it answers is chance" in done.stderr
+    assert done.returncode == 0 and "random weights, so its results are chance" in done.stderr
     assert json.loads((tmp_path / "results.json").read_text())["weights"] == "random"
 
 
