@@ -156,7 +156,6 @@ PAIRS = {"image": (8, 4), "text": (8, 4)}
         (PAIRS, {"negatives": {"text": torch.ones(2, 3)}}, r"negative text \[2, 3\]"),
         (PAIRS, {"positives": mask_from_matrix(torch.ones(8, 9) > 0)}, "known positives of 8 rows, 9 columns"),
     ],
-    ids=str,
 )
 def test_a_batch_that_does_not_fit_itself_is_refused(
     shapes: dict[str, tuple[int, ...]], more: dict[str, Any], message: str
