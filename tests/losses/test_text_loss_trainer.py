@@ -161,10 +161,9 @@ def test_facts_say_how_it_was_trained(tiny: SentenceTransformer, tmp_path: Path,
     cached = CachedRoleRankingLoss(tiny, norm="dot", mini_batch_size=4, focal=2.0, norm_drift=0.5)
     config = cached.get_config_dict()
     assert config["weights"] == {"q2d": 1.0, "d2q": 0.0} and config["mini_batch_size"] == 4 and config["focal"] == 2.0
-    assert (
-        text_metadata(given, cached.loss.similarity, cached.loss.trained)["focal"] == 2.0
-        and text_metadata(given, cached.loss.similarity, cached.loss.trained)["norm_drift"] == 0.5
-    )
+    focused = TextTrainConfig(model="m", train_data=str(tmp_path), focal=2.0, norm_drift=0.5)
+    metadata = text_metadata(focused, cached.loss.similarity, cached.loss.trained)
+    assert (metadata["focal"], metadata["norm_drift"]) == (2.0, 0.5)
 
 
 def test_what_cannot_be_trained_is_refused_in_one_line(tiny: SentenceTransformer) -> None:
