@@ -21,7 +21,7 @@ from typing import Any
 import loss
 import retrieval
 from harness import Json, Parser, count, exit_code, machine, medians, read_csv, refuse, take_turns, write_csv
-from loss_step import THEIRS
+from loss import THEIRS
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
 LABELS = {"loss": ("B", "pairs in a batch, B"), "retrieval": ("N", "images, N, with five captions each")}

@@ -75,7 +75,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, root: Path, name: str) -> Any:
 
 def agreement_of(monkeypatch: pytest.MonkeyPatch, root: Path, planted: float) -> dict[str, Any]:
     """The comparison with the plain form of a loss whose gradients of images are off by ``planted``."""
-    module = benchmark(monkeypatch, root, "loss_agreement")
+    module = benchmark(monkeypatch, root, "loss")
     stock = losses.ContrastiveLoss.forward
 
     def off(self: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def test_a_contestant_that_dies_is_named_and_the_others_are_shown(root, tmp_path
     ("module", "contestant", "flags"),
     [
         ("loss.py", "agreement", ("--batch-sizes", "8", "--dim", "4", "--rounds", "1", "--norms", "cosine")),
-        ("loss.py", '"rank": 1', ("--ranks", "2", "--batch-sizes", "8", "--dim", "4", "--norms", "cosine")),
+        ("loss.py", '"bytes"', ("--ranks", "2", "--batch-sizes", "8", "--dim", "4", "--norms", "cosine")),
         ("diagnostics.py", "dense", ("--measures", "anisotropy", "--sizes", "60", "--dim", "5", "--rounds", "1")),
         ("diagnostics.py", '"mmclip"', ("--measures", "anisotropy", "--sizes", "60", "--dim", "5", "--rounds", "1")),
         ("retrieval.py", "clip-benchmark", ("--images", "40", "--dim", "8", "--rounds", "1")),
