@@ -119,7 +119,8 @@ class ContrastiveLoss(nn.Module):
         """
         negatives = negatives or {}
         self._check(features, positives, negatives)
-        directions = sorted(self.weights, key=lambda d: d not in self.trained)
+        # The row direction has a weight, or its alpha's gradient would be rounding where it is 0
+        directions = sorted(self.weights, key=lambda d: (d not in self.trained, self.weights[d] == 0))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.norm_drift > 0):
             norms = {side: self._of_all(magnitude(features[side])) for side in self.sides}
         more = {side: self._of_all(magnitude(x).detach()) for side, x in negatives.items()}
@@ -195,16 +196,12 @@ class ContrastiveLoss(nn.Module):
         self, features: Mapping[str, Tensor], positives: PositiveMask | None, negatives: Mapping[str, Tensor]
     ) -> None:
         """Refuse shapes that do not fit: tiles would take the first rows of the longer side."""
-        named: dict[str, Tensor | None] = {
-            **{s: features.get(s) for s in self.sides},
-            **{f"negative {s}": x for s, x in negatives.items()},
-        }
+        named: dict[str, Tensor | None] = {**{s: features.get(s) for s in self.sides}}
+        named |= {f"negative {s}": x for s, x in negatives.items()}
         shown = ", ".join(f"{n} {'missing' if x is None else list(x.shape)}" for n, x in named.items())
-        shapes = [tuple(x.shape) if x is not None else () for x in named.values()]
-        pairs, *_ = shapes[0] or (0,)
-        if any(len(s) != 2 or s[1] != shapes[0][1] for s in shapes) or any(
-            s[0] != pairs for s in shapes[: len(self.sides)]
-        ):
+        (pairs, *width), *others = ((0,) if x is None else tuple(x.shape) for x in named.values())
+        paired = others[: len(self.sides) - 1]
+        if any(len(s) != 2 or [s[1]] != width for s in others) or any(s[0] != pairs for s in paired):
             raise ValueError(
                 f"{shown}: raw features [B, D] of {' and '.join(self.sides)} are expected, row i the pair i"
             )
@@ -221,63 +218,36 @@ class ContrastiveLoss(nn.Module):
 
 
 def clip_loss(
-    loss: str = "sym",
-    norm: Normalization | str = Normalization.COSINE,
-    i2t_weight: float | None = None,
-    positives: Positives | str = Positives.MASK,
-    focal: float = 0.0,
-    norm_drift: float = 0.0,
-    i2t_weight_end: float | None = None,
-    gather: bool = False,
-    tiled: bool = True,
-    **similarity: Any,
-) -> ContrastiveLoss:
-    """The loss of images and texts by the names of ``train_clip.py``: ``--loss``, ``--norm``, ``--i2t-weight``, ...
+    loss: str = "sym", norm: Normalization | str = Normalization.COSINE, i2t_weight: float | None = None,
+    positives: Positives | str = Positives.MASK, focal: float = 0.0, norm_drift: float = 0.0,
+    i2t_weight_end: float | None = None, gather: bool = False, tiled: bool = True, **similarity: Any,
+) -> ContrastiveLoss:  # fmt: skip
+    """The loss of images and texts by the names of ``mmclip train``: --loss, --norm, --i2t-weight, --positives, ...
 
     ``similarity`` are further arguments of ``Similarity``, such as ``scale_init``.
 
     >>> clip_loss("asym-i2t", "qnorm").weights[Direction.I2T]
     1.0
     """
+    weights = direction_weights(loss, i2t_weight)
     end = None if i2t_weight_end is None else direction_weights(loss, i2t_weight_end)
-    return ContrastiveLoss(
-        Similarity(norm, CLIP_DIRECTIONS, **similarity),
-        direction_weights(loss, i2t_weight),
-        positives,
-        focal,
-        norm_drift,
-        end_weights=end,
-        gather=gather,
-        tiled=tiled,
-    )
+    of = Similarity(norm, CLIP_DIRECTIONS, **similarity)
+    return ContrastiveLoss(of, weights, positives, focal, norm_drift, end_weights=end, gather=gather, tiled=tiled)
 
 
 def text_loss(
-    loss: str = "q2d",
-    norm: Normalization | str = Normalization.COSINE,
-    q2d_weight: float | None = None,
-    positives: Positives | str = Positives.MASK,
-    focal: float = 0.0,
-    norm_drift: float = 0.0,
-    gather: bool = False,
-    tiled: bool = True,
-    **similarity: Any,
-) -> ContrastiveLoss:
-    """The loss of queries and documents by the names of ``train_text.py``: ``--loss``, ``--norm``, ``--q2d-weight``, ...
+    loss: str = "q2d", norm: Normalization | str = Normalization.COSINE, q2d_weight: float | None = None,
+    positives: Positives | str = Positives.MASK, focal: float = 0.0, norm_drift: float = 0.0, gather: bool = False,
+    tiled: bool = True, **similarity: Any,
+) -> ContrastiveLoss:  # fmt: skip
+    """The loss of queries and documents by the names of ``mmclip train-text``: --loss, --norm, --q2d-weight, ...
 
-    The effective scale begins at 20, as in sentence-transformers, and alpha is not trained, unless ``similarity``,
-    further arguments of ``Similarity``, say otherwise.
+    ``similarity`` are further arguments of ``Similarity``; by default the effective scale is sentence-transformers' 20
+    and alpha is not trained.
 
     >>> {d.value: w for d, w in text_loss("both", "qnorm").weights.items()}
     {'q2d': 0.5, 'd2q': 0.5}
     """
-    similarity = {"scale_init": TEXT_SCALE_INIT, "learn_scale": False} | similarity
-    return ContrastiveLoss(
-        Similarity(norm, TEXT_DIRECTIONS, **similarity),
-        direction_weights(loss, q2d_weight, text=True),
-        positives,
-        focal,
-        norm_drift,
-        gather=gather,
-        tiled=tiled,
-    )
+    weights = direction_weights(loss, q2d_weight, text=True)
+    of = Similarity(norm, TEXT_DIRECTIONS, **{"scale_init": TEXT_SCALE_INIT, "learn_scale": False} | similarity)
+    return ContrastiveLoss(of, weights, positives, focal, norm_drift, gather=gather, tiled=tiled)

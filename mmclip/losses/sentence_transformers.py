@@ -43,19 +43,12 @@ class RoleRankingLoss(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
-        weights: Mapping[Direction, float] | None = None,
-        norm: Normalization | str = Normalization.COSINE,
-        positives: Positives | str = Positives.MASK,
-        scale_init: float = TEXT_SCALE_INIT,
-        scale_max: float = SCALE_MAX,
-        learn_scale: bool = False,
-        gamma_init: float = 0.5,
-        focal: float = 0.0,
-        norm_drift: float = 0.0,
-        relevant: Tensor | None = None,
+        model: nn.Module, weights: Mapping[Direction, float] | None = None,
+        norm: Normalization | str = Normalization.COSINE, positives: Positives | str = Positives.MASK,
+        scale_init: float = TEXT_SCALE_INIT, scale_max: float = SCALE_MAX, learn_scale: bool = False,
+        gamma_init: float = 0.5, focal: float = 0.0, norm_drift: float = 0.0, relevant: Tensor | None = None,
         gather_across_devices: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make the loss of a model; arguments as of ``ContrastiveLoss`` and ``Similarity`` but for these.
 
         Args:
@@ -98,12 +91,9 @@ class RoleRankingLoss(nn.Module):
             "weights": {d.value: w for d, w in self.loss.weights.items()},
             "norm": similarity.norm.value,
             "positives": self.loss.positives.value,
-            "scale_init": similarity.scale_init,
-            "scale_max": similarity.scale_max,
-            "learn_scale": similarity.learn_scale,
+            **{name: getattr(similarity, name) for name in ("scale_init", "scale_max", "learn_scale")},
             "gamma_init": self.gamma_init,
-            "focal": self.loss.focal,
-            "norm_drift": self.loss.norm_drift,
+            **{name: getattr(self.loss, name) for name in ("focal", "norm_drift")},
             "gather_across_devices": self.gather_across_devices,
         }
 

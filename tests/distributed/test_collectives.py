@@ -24,7 +24,7 @@ from tests.helpers.naive import known_positives
 
 SIZES = {2: (7, 4), 4: (5, 0, 4, 2)}  # pairs of each rank
 MORE = {"image": {2: (3, 2), 4: (0, 1, 4, 0)}, "text": {2: (2, 7), 4: (6, 3, 0, 0)}}  # and negatives
-IMAGE_ID = torch.tensor([0, 1, 2, 0, 3, 4, 5, 1, 0, 6, 3])
+IMAGE_ID = torch.tensor([0, 1, 2, 0, 3, 4, 5, 1, 0, 5, 3])
 TEXT_ID = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 2, 8, 8])
 LOSSES = {"sym": ("sym", None), "sym 0.3": ("sym", 0.3), "asym-i2t": ("asym-i2t", None), "asym-t2i": ("asym-t2i", None)}
 STEPS, SCALE_MAX = 3, 0.9 * SCALE_INIT
@@ -337,8 +337,8 @@ def test_a_gather_without_gradient_fails_the_comparison(run: list[dict[str, Any]
                 if name.startswith("image"):  # where a rank scores its own queries, their tower is right
                     assert error(local[name], expected[name]) <= 1e-11
                 else:  # and the documents' is no multiple of right
-                    assert error(local[name], expected[name]) > 0.1
-                    assert nn.functional.cosine_similarity(local[name].ravel(), expected[name].ravel(), dim=0) < 0.99
+                    assert error(local[name], expected[name]) > 0.02
+                    assert nn.functional.cosine_similarity(local[name].ravel(), expected[name].ravel(), dim=0) < 0.9999
 
 
 def test_rows_are_gathered_in_rank_order_and_their_gradients_summed(run: list[dict[str, Any]]) -> None:

@@ -307,8 +307,9 @@ def test_a_held_alpha_has_no_gradient_and_the_clamp_brings_it_back(tiny: Sentenc
 
 
 @pytest.mark.parametrize("name", list(WEIGHTS))
-def test_metadata_and_model_card_have_the_losss_settings(name: str) -> None:
-    config = TextTrainConfig(model="m", train_data="x", loss=name, norm="qnorm", positives="multi", focal=2.0)
+def test_metadata_and_model_card_have_the_losss_settings(name: str, tmp_path: Path) -> None:
+    data = str(tmp_path)
+    config = TextTrainConfig(model="m", train_data=data, loss=name, norm="qnorm", positives="multi", focal=2.0)
     weights = direction_weights(name, text=True)
     loss = RoleRankingLoss(GIVEN, weights, config.norm, config.positives, focal=2.0)
 
