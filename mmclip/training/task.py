@@ -35,24 +35,9 @@ class Batch(Protocol):
 class Task(ABC):
     """One modality of training.
 
-    A command opens data before it loads a model: ``Task(config, data, model, device)`` of ``open_data`` and
-    ``load_model``.
-
-    Attributes:
-        config: The run's config.
-        encoder: The trained network; DDP, FSDP and torch.compile wrap it. It maps :meth:`inputs` to raw features in
-            the order of ``outputs``.
-        model: What is validated, evaluated and exported. Its network is ``encoder`` or, with FSDP, a copy of it.
-        loss: On ``device``.
-        outputs: Names of the network's outputs: both sides, and "negative" [B, K, D] where pairs have hard negatives.
-        part_size: Rows of a forward pass; larger batches are accumulated exactly.
-        accumulates: Whether a batch may be larger than that.
-        steps_per_epoch, total_steps, warmup: Optimizer steps.
-        global_batch: Pairs of a step of all processes.
-        candidates: Candidates of a query in a step.
-        val_steps: Steps between validations.
-        bad_samples: Unusable samples of the training data.
-        fingerprints: Digests of the training data ("data") and of locked weights, compared when a run is continued.
+    A command calls ``open_data``, before anything heavy is loaded, then ``load_model`` and ``open`` with both. The
+    network maps :meth:`inputs` to raw features [B, D] in the order of ``outputs``: both sides, and "negative" [B, K, D]
+    where pairs have hard negatives.
     """
 
     sides: ClassVar[tuple[str, str]]
@@ -63,21 +48,21 @@ class Task(ABC):
     partial_gradients: ClassVar[bool] = False  # a step may leave parameters without gradient
 
     config: TrainConfig | TextTrainConfig
-    encoder: nn.Module
-    model: Any
+    encoder: nn.Module  # the trained network, which DDP, FSDP and torch.compile wrap
+    model: Any  # validated, evaluated and exported; its network is ``encoder`` or, with FSDP, a copy of it
     loss: ContrastiveLoss
     device: torch.device
     precision: str
     outputs: tuple[str, ...]
-    part_size: int
-    accumulates: bool
+    part_size: int  # rows of a forward pass; larger batches are accumulated exactly
+    accumulates: bool  # whether a batch may be larger than that
     steps_per_epoch: int
     total_steps: int
-    val_steps: int
+    val_steps: int  # between validations
     warmup: int
-    global_batch: int
-    candidates: float
-    fingerprints: dict[str, str]
+    global_batch: int  # pairs of a step of all processes
+    candidates: float  # of a query in a step
+    fingerprints: dict[str, str]  # digests of the training data ("data") and of locked weights
     bad_samples: BadSamples
 
     # --- a step ---------------------------------------------------------------------------------------------------

@@ -24,19 +24,9 @@ from mmclip.commands.evaluate import run_folder
 from tests.helpers.tiny import ROOT, run_script
 
 COMMON = [
-    "--batch-size",
-    32,
-    "--workers",
-    0,
-    "--lr",
-    "3e-3",
-    "--warmup",
-    2,
-    "--log-every-n-steps",
-    1,
-    "--device",
+    "--batch-size", 32, "--workers", 0, "--lr", "3e-3", "--warmup", 2, "--log-every-n-steps", 1, "--device",
     "cpu",
-]
+]  # fmt: skip
 
 
 def tiny_run(data: Path, model: Path, logs: Path, name: str, *flags: object) -> Path:
@@ -55,23 +45,9 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def run(tiny_data: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     logs = tmp_path_factory.mktemp("logs")
     return tiny_run(
-        tiny_data,
-        tiny_model,
-        logs,
-        "asym",
-        "--loss",
-        "asym-i2t",
-        "--norm",
-        "qnorm",
-        "--epochs",
-        3,
-        "--save-steps",
-        2,
-        "--val-steps",
-        3,
-        "--report-to",
-        "tensorboard",
-    )
+        tiny_data, tiny_model, logs, "asym", "--loss", "asym-i2t", "--norm", "qnorm", "--epochs", 3,
+        "--save-steps", 2, "--val-steps", 3, "--report-to", "tensorboard",
+    )  # fmt: skip
 
 
 def test_a_run_leaves_everything_that_the_readme_names(run: Path) -> None:
@@ -96,16 +72,9 @@ def test_metrics_have_a_line_a_step_with_both_directions(run: Path) -> None:
     lines = [m for m in metrics(run) if "loss" in m]
     assert [m["step"] for m in lines] == list(range(1, 10))
     for name in (
-        "loss_i2t",
-        "loss_t2i",
-        "logit_scale",
-        "gamma_q",
-        "gamma_d",
-        "norm_image_mean",
-        "norm_text_mean",
-        "effective_scale_i2t",
-        "samples_per_second",
-    ):
+        "loss_i2t", "loss_t2i", "logit_scale", "gamma_q", "gamma_d", "norm_image_mean", "norm_text_mean",
+        "effective_scale_i2t", "samples_per_second",
+    ):  # fmt: skip
         assert all(math.isfinite(m[name]) for m in lines), name
     assert lines[0]["effective_scale_i2t"] == pytest.approx(1 / 0.07, rel=0.02), "calibrated on the first batch"
     assert all(m["loss"] == m["loss_i2t"] for m in lines), "asym-i2t trains i2t alone"
@@ -154,20 +123,9 @@ def test_export_alone_serves_mmclip_and_stock_open_clip(run: Path, tiny_data: Pa
 
 def test_evaluate_script_repeats_the_runs_own_numbers(run: Path, tiny_data: Path, tmp_path: Path) -> None:
     done = run_script(
-        "evaluate.py",
-        "--model",
-        run / "model",
-        "--data",
-        tiny_data,
-        "--bank",
-        tiny_data,
-        "--output",
-        tmp_path,
-        "--workers",
-        0,
-        "--compare",
-        run,
-    )
+        "evaluate.py", "--model", run / "model", "--data", tiny_data, "--bank", tiny_data, "--output",
+        tmp_path, "--workers", 0, "--compare", run,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     own, again = (json.loads((p / "results.json").read_text(encoding="utf-8")) for p in (run, tmp_path))
     corrected = again["retrieval"]["t2i"]["corrected"]
@@ -217,21 +175,9 @@ def test_towers_start_from_an_open_clip_checkpoint_file(tiny_data: Path, tiny_mo
         tmp_path / "epoch_3.pt",
     )
     run = tiny_run(
-        tiny_data,
-        tiny_model,
-        tmp_path,
-        "tuned",
-        "--pretrained",
-        tmp_path / "epoch_3.pt",
-        "--max-steps",
-        3,
-        "--lr",
-        "1e-5",
-        "--norm",
-        "dot",
-        "--val-data",
-        "none",
-    )
+        tiny_data, tiny_model, tmp_path, "tuned", "--pretrained", tmp_path / "epoch_3.pt", "--max-steps", 3,
+        "--lr", "1e-5", "--norm", "dot", "--val-data", "none",
+    )  # fmt: skip
     assert metrics(run)[0]["effective_scale_i2t"] == pytest.approx(30, rel=0.02), "the checkpoint's scale"
     tuned = load_model(str(run)).towers.clip.state_dict()
     moved = {k: (tuned[k] - v).abs().max().item() for k, v in source.state_dict().items() if k != "logit_scale"}
