@@ -118,9 +118,7 @@ def test_latest_is_the_pointers_else_the_newest_there(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step_00000001.pt\n")
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_00000001.pt"
     (tmp_path / "latest").write_text("")
-    with pytest.raises(
-        UserError, match=r"names nothing, which is not there; there: step_00000001\.pt, step_00000002\.pt"
-    ):
+    with pytest.raises(UserError, match=r"names nothing, a missing file; there: step_00000001\.pt, step_00000002\.pt"):
         find_checkpoint("latest", tmp_path)
     (tmp_path / "latest").unlink()
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_00000002.pt"

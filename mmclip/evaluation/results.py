@@ -17,7 +17,7 @@ from mmclip.errors import UserError, printable, reason
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.io import json_text, write_atomically, write_text_atomically
 from mmclip.retrieval import Ranking
-from mmclip.roles import TEXT_DIRECTIONS, Exponents
+from mmclip.roles import TEXT_DIRECTIONS, Direction, Exponents
 
 NATIVE, REVERSED, CORRECTED = "native", "reversed", "corrected"
 RESULTS_FILE, PER_QUERY_FILE, ITEMS_FILE = "results.json", "per_query.npz", "items.json"
@@ -173,8 +173,8 @@ def _check(results: Results) -> None:
         float(gamma)
     for pool, section in results.pools.items():
         place = results.json["data"] if pool == MAIN_POOL else section
-        for direction, scorings in section["retrieval"].items():
-            n = int(place["n_queries"][direction])
+        for direction, queries in place["n_queries"].items():
+            n, scorings = int(queries), section["retrieval"][direction]
             rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
             names = [f"{scoring}/{rate}" for scoring in scorings for rate in rates]
             for name in ("clusters", *names):
@@ -189,9 +189,10 @@ def _check(results: Results) -> None:
                     _interval(numbers["ci"][rate])
             if CORRECTED in scorings:
                 scorings[CORRECTED]["bank"], scorings[CORRECTED]["bank_size"], scorings[CORRECTED]["transductive"]
-        for norms in section["magnitude"].values():
+        documents = {Direction(direction).document_side for direction in section["retrieval"]}
+        for side, norms in section["magnitude"].items():
             _numbers(norms, "mean", "cv")
-            if "cohens_d" not in norms:  # a side that is no direction's documents
+            if side not in documents:
                 continue
             for kind in ("topk", "corpus"):
                 _effect(norms["cohens_d"][kind])

@@ -75,7 +75,7 @@ def open_classes(source: str, split: str | None = None) -> Classes:
             if sample.key in labels and sample.fault is None:
                 fault = "a duplicate key: the first one is kept"
             if fault is not None or sample.image is None:
-                data.skipped.append(BadSample(sample.key, sample.shard, fault or "no picture beside its label"))
+                data.skipped.append(BadSample(sample.key, sample.shard, fault or "no image beside its label"))
                 continue
             labels[sample.key] = label
             data.keys.append(sample.key)

@@ -128,7 +128,7 @@ def test_empty_documents_and_judgments_of_nothing_are_noted(beir: Path) -> None:
     assert found.notes == [
         "2 empty documents (d0, d9) indexed, 1 of them judged relevant",
         "2 judged queries without a relevant document left out",
-        "1 query without a word ranked like all others",
+        "1 query without a word, ranked like all others",
     ]
 
 

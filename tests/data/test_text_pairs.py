@@ -214,7 +214,7 @@ def test_faults_are_one_line(tmp_path: Path, name: str, content: str | bytes, to
 
 def test_what_is_neither_is_named(tmp_path: Path) -> None:
     assert "no such file or folder" in refusal(tmp_path / "none.tsv")
-    assert "cannot be told from its name" in refusal(tmp_path / "a.csv", "a,b")
+    assert "unknown file type" in refusal(tmp_path / "a.csv", "a,b")
     assert "no corpus.jsonl in it" in refusal(tmp_path)
 
 

@@ -164,7 +164,7 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     (lambda g: {"image": g["image"].astype(np.int64)}, "image holds int64: floats"),
     (lambda g: {"image": g["image"].astype(complex)}, "image holds complex128 values"),
     (lambda g: {"image": g["image"][:0], "image_ids": g["image_ids"][:0], "text_image_ids": np.array([""] * M)},
-     "at least one row"),
+     "at least one .query row, document row. pair"),
     (nan_row("image"), "image embeddings: row 2 holds NaN or infinity"),
     (nan_row("text"), "text embeddings: row 2 holds NaN or infinity"),
     (lambda g: {"image_ids": np.array(["a", "b", "b", "c"]), "text_image_ids": np.array(["a"] * M)},

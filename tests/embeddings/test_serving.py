@@ -86,7 +86,7 @@ def test_documents_that_join_later_need_the_first_zero_point() -> None:
 
 def test_a_plain_clip_is_native_in_cosine() -> None:
     data = saved(n=5)
-    data.facts = {}
+    data.metadata = {}
     assert torch.equal(index_vectors(data, Direction.I2T)[0], normalize(data.text.double(), 1.0).float())
 
 
@@ -163,12 +163,12 @@ def test_faiss_flat_returns_the_exact_ids(direction: Direction, scoring: str) ->
     pairs = data.pairs if direction is Direction.I2T else data.pairs.flip(1)
     if scoring == "corrected":
         bias = (data.evidence["t2i"] / ALPHA)[None]
-        scores = score(query.double(), document.double(), reversed_exponents(native_exponents(data.facts))) - bias
+        scores = score(query.double(), document.double(), reversed_exponents(native_exponents(data.metadata))) - bias
         top_ids = scores.topk(10).indices.numpy()
         ranked = rank(prepare(query), documents, pairs, {"x": Normalization.DOT.exponents}, top_k={"x": 10})["x"]
         assert (ranked.top_ids == top_ids).all()
     else:
-        top_ids = rank(query, document, pairs, {"x": native_exponents(data.facts)}, top_k={"x": 10})["x"].top_ids
+        top_ids = rank(query, document, pairs, {"x": native_exponents(data.metadata)}, top_k={"x": 10})["x"].top_ids
     index = faiss.IndexFlatIP(documents.shape[1])
     index.add(documents.numpy())
     assert (index.search(prepare(query).numpy(), 10)[1] == top_ids).all()

@@ -89,7 +89,7 @@ def test_the_section_is_plain_json_with_every_documented_key():
     section, _ = run(query, document, pairs, text_length={"document": words})
     json.dumps(section, allow_nan=False)
     keys = diagnose.__doc__.split("over clusters.")[1]
-    documented = [line.split()[0] for line in keys.splitlines() if line[4:5].isalpha()]
+    documented = [line.split()[0] for line in keys.splitlines() if line[12:13].isalpha()]
     assert set(documented) == set(section)
     assert section["fisher"]["status"] == "determined"
     assert set(section["auc"]) == {"topk", "corpus", "pairs"}

@@ -97,7 +97,7 @@ def test_a_text_to_text_reader_end_to_end_and_again(
     assert all(len(d) == 3 for d in found["per_query"]["dot"]["documents"])
     assert found["rag"]["q2d"]["cosine"]["prompts_cut"] > 0  # 40 tokens hold less than three documents
     assert found["rag"]["closed_book"]["prompts_cut"] == 0
-    for word in ("no documents", "cosine = dnorm = native", "dot = qnorm", "answer@3", "Normalize"):
+    for word in ("no documents", "cosine = dnorm", "dot = qnorm", "answer@3", "Normalize"):
         assert word in done.stdout + done.stderr
     # Half of what was read is lost, the last line torn: the rest is read again, and all is as it was
     path = out / "predictions.jsonl"

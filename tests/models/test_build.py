@@ -199,7 +199,7 @@ def test_a_checkpoint_is_found_as_the_latest_or_by_its_path(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"--resume nowhere\.pt"):
         find_checkpoint("nowhere.pt", tmp_path)
     (tmp_path / "latest").write_text("step_00000009.pt", encoding="utf-8")
-    with pytest.raises(UserError, match=r"step_00000009\.pt, which is not there; there: step_00000004\.pt"):
+    with pytest.raises(UserError, match=r"step_00000009\.pt, a missing file; there: step_00000004\.pt"):
         find_checkpoint("latest", tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_checkpoints_of_another_model_and_other_data_are_refused(
     state = torch.load(newest, weights_only=True)
     state["settings"]["model"] = str(wider)
     torch.save(state, tmp_path / "other.pt")
-    assert "not a checkpoint of this model: towers" in refused(
+    assert "not a checkpoint of this model: encoder" in refused(
         *common, "--model", wider, "--resume", tmp_path / "other.pt"
     )
     shutil.copytree(tiny_data, tmp_path / "data")

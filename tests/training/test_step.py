@@ -127,7 +127,7 @@ def test_a_switch_in_a_step_that_is_not_finite_is_taken_back(tiny_model: Path) -
 
 
 def test_learned_gammas_begin_where_the_run_before_left_them(tiny_model: Path) -> None:
-    model = dataclasses.replace(_built(tiny_model), facts={"norm": "learned", "gamma_q": 0.25, "gamma_d": 1.0})
+    model = dataclasses.replace(_built(tiny_model), metadata={"norm": "learned", "gamma_q": 0.25, "gamma_d": 1.0})
     settings = TrainConfig(norm="learned", gamma_init=0.4)
     assert initial_gammas(settings, model) == (0.4, 0.4), "a model that --model names is not a run that goes on"
     model.initial = {"norm": "learned"}
