@@ -152,7 +152,7 @@ def test_what_it_cannot_do_is_told_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--fsdp shares a model out over processes, and this is one: start several"):
         run.run(TrainConfig(fsdp=True, device="cpu", logs=str(tmp_path / "logs")))
     assert not (tmp_path / "logs").exists()
-    with pytest.raises(UserError, match=r"^--fsdp with --torchcompile: "):
+    with pytest.raises(UserError, match=r"^--fsdp beside --torchcompile: "):
         TrainConfig(fsdp=True, torchcompile=True)
 
 
