@@ -20,7 +20,7 @@ MAX_LINES = 200_000  # of metrics.jsonl; more are more than a curve can show
 
 
 class Items(NamedTuple):
-    """Rows of the main pool: image_keys [N], captions [M], owner [M] (an image row, -1: nobody's)."""
+    """Rows of the main pool: image_keys [N], captions [M], owner [M] (row of its image, -1 without one)."""
 
     image_keys: list[str]
     captions: list[str]

@@ -17,7 +17,7 @@ Configuration and tokenizer are read at once, so that what is wrong is found ear
 that they need not lie in memory beside the encoder's, and not at all where every prediction is there already. No code
 of a folder is run, pickled weights are read with weights_only.
 
-The RAG check on ranked lists: a reader is asked, its answers are judged, scorings are compared on the same queries.
+The RAG check on ranked lists: answers of a reader are scored, and scorings are compared on the same queries.
 
 A prediction is kept under a key made of the reader and the whole prompt: scorings that retrieve the same documents for
 a query share it, and so does a run that goes on where another stopped.
@@ -286,7 +286,7 @@ class Reader:
         }
 
     def prompt(self, question: str, documents: Sequence[str] | None) -> Prompt:
-        """What is asked, as the model reads it; None: without documents. It fits: documents are cut from the last one.
+        """The prompt of a question, with documents or (None) without; the last documents are cut until it fits.
 
         Errors: UserError where the question and the instruction alone are too long.
         """
@@ -324,7 +324,7 @@ class Reader:
     def _chat(self, text: str) -> str:
         if not self.chat:
             return text
-        try:  # readers that can think aloud are asked not to: what counts is the first line
+        try:  # without a thinking phase, because only the first line counts
             return str(
                 self.tokenizer.apply_chat_template(
                     [{"role": "user", "content": text}],
@@ -394,7 +394,7 @@ def require_reader(name: str) -> None:
 
 
 def _limit(name: str, config: Any, tokenizer: Any, asked: int | None, new: int) -> int | None:
-    """Tokens of a prompt: the tokenizer's own limit, or what is asked, within the positions that the model has. A
+    """Tokens of a prompt: the tokenizer's own limit, or the requested one, within the positions that the model has. A
     causal model writes its answer into the same positions."""
     places = getattr(config.get_text_config(), "max_position_embeddings", None)
     own = tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None
@@ -576,7 +576,7 @@ def check(
 
 
 def ask(reader: Asks, told: str, asked: Sequence[Asked], store: Predictions) -> None:
-    """Have the store hold an answer to every prompt: each is asked once, those of like length together."""
+    """Fill the store with an answer to every prompt, each once, in batches of like length."""
     every = {key_of(told, a.prompt): a for a in asked}
     missing = sorted((k for k in every if k not in store.texts), key=lambda k: (len(every[k].prompt.text), k))
     if len(missing) < len(every):
