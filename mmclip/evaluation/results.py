@@ -173,8 +173,10 @@ def _check(results: Results) -> None:
         float(gamma)
     for pool, section in results.pools.items():
         place = results.json["data"] if pool == MAIN_POOL else section
-        for direction, queries in place["n_queries"].items():
-            n, scorings = int(queries), section["retrieval"][direction]
+        if set(section["retrieval"]) != set(place["n_queries"]):
+            raise ValueError(f"directions of {pool}: queries of {sorted(place['n_queries'])}")
+        for direction, scorings in section["retrieval"].items():
+            n = int(place["n_queries"][direction])
             rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
             names = [f"{scoring}/{rate}" for scoring in scorings for rate in rates]
             for name in ("clusters", *names):
