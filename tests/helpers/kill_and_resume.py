@@ -80,10 +80,10 @@ def before(real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     die()
 
 
-def plan(moment: str, rng: random.Random, seconds: float) -> None:
-    """Arrange for this process to be killed at a moment."""
+def plan(moment: str, rng: random.Random, seconds: float, soon: bool) -> None:
+    """Arrange for this process to be killed at a moment; ``soon``: at the first of its kind."""
     if moment == "time":
-        threading.Timer(rng.uniform(0.0, seconds), die).start()
+        threading.Timer(rng.uniform(0.0, seconds / 4 if soon else seconds), die).start()
         return
     owner, name, instead, most = {
         "forward": (TrainStep, "_backward", after, 5),
@@ -96,7 +96,7 @@ def plan(moment: str, rng: random.Random, seconds: float) -> None:
         "cache": (trunk_cache, "save_file", half_of_a_file, 6),
         "reasons": (trunk_cache, "write_atomically", before, 6),
     }[moment]
-    at_call(owner, name, rng.randint(1, most), instead)
+    at_call(owner, name, 1 if soon else rng.randint(1, most), instead)
 
 
 def attempt(flags: list[str], output: Path, prepare: Callable[[], None]) -> int:
@@ -127,6 +127,7 @@ def main() -> None:
     assert status == 0, (folder / "whole.txt").read_text()
     seconds, killed, run = time.monotonic() - started, 0, 0
     moments: list[str] = []
+    soon = False
     while True:
         if not moments:
             moments = list(CACHED if cached else LIVE)
@@ -135,20 +136,22 @@ def main() -> None:
         resume = ["--resume", "latest"] if (folder / name / "config.yaml").is_file() else []
         cache = ["--cache-dir", str(folder / f"cache-{run}")]
 
-        def prepare(moment: str = moment) -> None:
+        def prepare(moment: str = moment, soon: bool = soon) -> None:
             if moment != "none":
-                plan(moment, random.Random(rng.random()), seconds)
+                plan(moment, random.Random(rng.random()), seconds, soon)
 
         status = attempt([*flags, *cache, "--name", name, *resume], folder / f"{name}.txt", prepare)
         rng.random()  # the fork drew one, too
         print(json.dumps({"run": name, "moment": moment, "status": status, "resumed": bool(resume)}), flush=True)
         if os.WIFSIGNALED(status):
-            killed += 1
+            killed, soon = killed + 1, False
             continue
         assert status == 0, (folder / f"{name}.txt").read_text()
         run += 1
         if killed >= kills:
             return
+        soon = True  # the run ended before its moment came: the next one, a new run, meets that moment early
+        moments.append(moment)
 
 
 if __name__ == "__main__":

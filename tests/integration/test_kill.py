@@ -41,8 +41,9 @@ def test_a_run_killed_again_and_again_ends_as_the_whole_one(
     flags += ["--lock-image", "--lock-text", "--cache-features"] if cached else []
     attempts = killed_and_resumed(tmp_path, kills, cached, flags)
     killed = [a for a in attempts if os.WTERMSIG(int(str(a["status"]))) == signal.SIGKILL]
-    assert len(killed) == kills and any(a["resumed"] for a in killed)
-    assert len({a["moment"] for a in killed}) >= 5, "many kinds of moments"
+    assert len(killed) == kills and any(a["resumed"] for a in attempts)
+    kinds = {"checkpoint", "validation", "time", *(("cache", "reasons") if cached else ("forward", "update", "line"))}
+    assert {a["moment"] for a in killed} >= kinds
     runs = sorted({str(a["run"]) for a in attempts})
     whole = tmp_path / "whole"
     assert [x["step"] for x in lines(whole)] == list(range(1, STEPS + 1))
