@@ -1,28 +1,33 @@
-"""Raw vectors and relevance -> the exact rank of every relevant document and the best k, in tiles of bounded memory.
+"""Exact ranks of relevant documents and the best k documents of every query, from tiles of one matrix product.
 
-Everything here is in roles: a query ranks documents. With 2 captions a picture, texts 0 and 1 belong to picture 0 and
-texts 2 and 3 to picture 1; as (query row, document row) the pairs are
+Everything is in roles: a query ranks documents. With 2 captions an image, texts 0 and 1 describe image 0, texts 2 and 3
+image 1; as (query row, document row) the relevant pairs are
 
     i2t: (0, 0) (0, 1) (1, 2) (1, 3)        t2i: (0, 0) (1, 0) (2, 1) (3, 1)
 
-**Order.** By score, best first; a tie is an equal float32 score, and ties count against the model: among equals the
-irrelevant stand first, then the less relevant, then the smaller document row. So
+**Order.** By score, best first. A tie is an equal float32 score and counts against the model: among equals irrelevant
+documents stand first, then less relevant ones, then smaller document rows. For one query gamma_q only rescales all
+scores, so that with w_d = |d|**(1 - gamma_d), times a power of two that makes the largest w at most 1,
 
-    rank(r) = 1 + #(irrelevant with score >= s_r) + #(relevant placed before r)
+    rank(r) = 1 + #(irrelevant with s >= s_r) + #(relevant placed before r),        s(q, d) = cos(q, d) * w_d
 
-**One product.** For one query gamma_q only rescales every score, so a ranking depends on gamma_d alone:
+Scores are computed in float64 and rounded once to float32: equal vectors tie wherever they stand, and ranks depend
+neither on tiles nor on which side is cut into rows.
 
-    s(q, d) = (q . d) / (|q| |d|**gamma_d)
-
-and all scorings come from one matrix product, those of the other direction too: :func:`rank` has one direction,
-:func:`rank_both` two. Scores are exact, float64 rounded to float32 once (:mod:`mmclip.retrieval.rank_blocks` says how), so
-ranks depend neither on the tiles nor on which side is cut into rows: equal vectors tie wherever they stand.
+**Tiles.** All scorings of both directions share the cosines: one float32 product, in tiles. Most documents score below
+every relevant one: the largest cosine of each ``_GROUP`` documents, compared with the lowest threshold of the query,
+finds the few that may not. These are compared one by one, in float64 where the tile's rounding could decide. A tile
+with many of them is computed again in float64. Both sides are sorted by norm, so that one weight bounds all documents
+of a tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -31,31 +36,30 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from mmclip.errors import UserError
-from mmclip.retrieval.qrels import Judged, Qrels
-from mmclip.retrieval.rank_blocks import Asked, Progress, Ranked, count_tiles
-from mmclip.retrieval.sides import Scoring, Side, exact_dots, inverse, lengths
-from mmclip.retrieval.tiles import bfloat16_pays, full_float32, rough_error, tile_error
-from mmclip.retrieval.top_lists import TopList, insert_relevant
-from mmclip.similarity import Exponents
+from mmclip.retrieval.qrels import Qrels
+from mmclip.similarity import TINY, Exponents
 
 BLOCK_BYTES = 64 * 2**20  # working memory beside the vectors, about
-_LARGE = 10**9  # multiplications from which on it is worth asking how to do them
+_PER_SCORE, _PER_VALUE = 32, 24  # bytes of a tile, and of its rows and columns
+_GROUP = 16  # documents searched together; also the float32 numbers in a cache line
+_OFTEN = 4  # a tile in which more than one group in so many may matter is counted whole
+_WAITING = 2**14  # documents that wait to be compared together
+_AT_ONCE = 2**18  # comparisons made together
 
 Array = NDArray[Any]
+Progress = Callable[[int, int], None]
+Relevance = Qrels | ArrayLike | Tensor
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """One scoring's ranks. Q queries with a relevant document, P (query, relevant document) pairs, grouped by query.
+    """Ranks under one scoring. queries [Q], offsets [Q + 1], documents [P], gains [P]: as of :class:`Qrels`.
 
-    queries [Q]       rows of the queries that have a relevant document, ascending
-    offsets [Q + 1]   query i's pairs are offsets[i] : offsets[i + 1]
-    documents [P]     document rows of the pairs, ascending within a query
-    gains [P]         how relevant each is, above 0; 1 where nothing was said
-    ranks [P]         rank of that document among all n_documents; 1 is best
-    tied [Q]          True where an irrelevant document has exactly the score of a relevant one
-    top_ids [Q, k]    rows of the best k documents in order, k clamped to n_documents (k = 0 where none were asked)
-    top_relevant [Q, k]  which of those are relevant
+    Attributes:
+        ranks: [P] rank of each relevant document among all n_documents; 1 is best.
+        tied: [Q] whether an irrelevant document has exactly the score of a relevant one.
+        top_ids: [Q, k] rows of the best k documents in order (k = 0 where no list was requested).
+        top_relevant: [Q, k] which of those are relevant.
     """
 
     queries: Array
@@ -82,7 +86,7 @@ def as_floats(exponents: Exponents) -> Exponents:
 def rank(
     query: Tensor,
     document: Tensor,
-    qrels: Qrels | ArrayLike | Tensor,
+    qrels: Relevance,
     scorings: Mapping[str, Exponents],
     *,
     top_k: Mapping[str, int] | None = None,
@@ -90,16 +94,22 @@ def rank(
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Ranking]:
-    """Rank the documents of every query that has a relevant one, once for every scoring.
+    """Rank the documents of every query that has a relevant one, under each scoring.
 
-    query [Q, D], document [N, D]: raw vectors on one device; qrels: graded relevance, or pairs [P, 2] of (query row,
-    document row) that are equally relevant; scorings: name -> exponents; top_k: scoring -> how many of the best
-    documents to list, none by default. excluded [X, 2]: (query row, document row) of documents that do not exist for a query, neither listed
-    nor counted in its ranks; no list is then longer than the documents that are left to any query.
-    progress: called with (scores done, scores in all) after each tile.
-    Memory beside the vectors and the result is about ``block_bytes``.
-    Errors: UserError for embeddings that are not finite or whose D differ, and for pairs of rows that do not exist; also where
-    a relevant document is excluded.
+    Args:
+        query: [Q, D] raw embeddings, of any real floating type.
+        document: [N, D] raw embeddings on the same device.
+        qrels: graded relevance, or [P, 2] pairs of (query row, document row) that are equally relevant.
+        scorings: name -> exponents.
+        top_k: name -> how many of the best documents to list, at most N; none by default.
+        excluded: [X, 2] (query row, document row) of documents that are no candidates of a query: neither listed nor
+            counted in its ranks. No list is then longer than the candidates that every query has left.
+        block_bytes: working memory beside the embeddings and the result, about.
+        progress: called with (scores done, scores in all) after each tile.
+
+    Raises:
+        UserError: embeddings that are not finite or differ in D, rows that do not exist, or a relevant document that
+            is excluded.
 
     >>> from mmclip.similarity import Normalization
     >>> q, d = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [4.0, 3.0]])
@@ -107,125 +117,371 @@ def rank(
     >>> {name: r.ranks.tolist() for name, r in rank(q, d, [[0, 1]], scorings).items()}
     {'cosine': [2], 'dot': [1]}
     """
-    return _rank(query, document, qrels, scorings, top_k, block_bytes, progress, False, excluded)[0]
+    return _rank(query, document, qrels, scorings, top_k, excluded, block_bytes, progress, both=False)[0]
 
 
 def rank_both(
     query: Tensor,
     document: Tensor,
-    qrels: Qrels | ArrayLike | Tensor,
+    qrels: Relevance,
     scorings: Mapping[str, Exponents],
     *,
     top_k: Mapping[str, int] | None = None,
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Ranking], dict[str, Ranking]]:
-    """:func:`rank`, and the direction in which the two sides exchange their roles, from one matrix product.
+    """:func:`rank` in this direction and in the opposite one, from one matrix product.
 
-    The same two results as ``rank(query, document, qrels, ...)`` and ``rank(document, query, qrels.transposed(), ...)``:
-    exponents belong to roles, so under qnorm the first divides by |query|, the second by |document|.
+    The results are those of ``rank(query, document, qrels, ...)`` and ``rank(document, query, qrels.transposed(),
+    ...)``: exponents belong to roles, so under qnorm the first divides by |query|, the second by |document|.
     """
-    first, second = _rank(query, document, qrels, scorings, top_k, block_bytes, progress, True)
+    first, second = _rank(query, document, qrels, scorings, top_k, None, block_bytes, progress, both=True)
     return first, second
+
+
+def norms(x: Tensor, side: str) -> Tensor:
+    """Euclidean norms [N] in float64 of x [N, D]. Raises UserError naming a row of ``side`` that is not finite."""
+    norm = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in x.split(4096)])
+    bad = (~torch.isfinite(norm)).nonzero()
+    if len(bad):
+        raise UserError(
+            f"{side} embeddings: row {int(bad[0, 0])} holds NaN or infinity, or numbers too large to have a norm "
+            f"({len(bad)} of {len(x)} rows do); every value must be finite"
+        )
+    return norm
+
+
+def pair_scores(
+    query: Tensor, document: Tensor, query_rows: ArrayLike, document_rows: ArrayLike, exponents: Exponents
+) -> Tensor:
+    """Scores [n] of single pairs of rows [n]; equal where :func:`rank` has a tie.
+
+    >>> pair_scores(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 4.0]]), [0], [0], Exponents(1.0, 0.0)).tolist()
+    [3.0]
+    """
+    gamma_q, gamma_d = as_floats(exponents)
+    i, j = (torch.as_tensor(rows, device=query.device) for rows in (query_rows, document_rows))
+    q, d = norms(query, "query"), norms(document, "document")
+    compared = _dots(query, document, i, j) * _inverse(q)[i] * _inverse(d)[j] * (d / d.clamp_min(TINY).pow(gamma_d))[j]
+    return compared.float().double() * (q / q.clamp_min(TINY).pow(gamma_q))[i]
 
 
 @torch.no_grad()
 def _rank(
     query: Tensor,
     document: Tensor,
-    qrels: Qrels | ArrayLike | Tensor,
+    qrels: Relevance,
     scorings: Mapping[str, Exponents],
     top_k: Mapping[str, int] | None,
+    excluded: Array | None,
     block_bytes: int,
     progress: Progress | None,
     both: bool,
-    excluded: Array | None = None,
 ) -> list[dict[str, Ranking]]:
     if query.ndim != 2 or document.ndim != 2 or query.shape[1] != document.shape[1]:
         raise UserError(
             f"embeddings of shapes {list(query.shape)} and {list(document.shape)}: "
             "queries [Q, D] and documents [N, D] must share D"
         )
-    length = lengths(query, "query"), lengths(document, "document")
     qrels = qrels if isinstance(qrels, Qrels) else Qrels(qrels)
     qrels.check(len(query), len(document))
-    judged = [Judged.read(qrels.pairs, qrels.gains, len(query), len(document))]
-    out = None
-    if excluded is not None and len(excluded):
-        judged[0], out = judged[0].with_excluded(excluded, len(query))
-        most = int(np.add.reduceat(out.astype(np.int64), judged[0].offsets[:-1]).max())
-        top_k = {name: min(k, len(document) - most) for name, k in (top_k or {}).items()}
-    # Cosines of the relevant pairs, in their order in the first direction and in that of the second.
-    pair_rows = [torch.as_tensor(x, device=query.device) for x in (judged[0].pair_queries, judged[0].documents)]
-    cosine = exact_dots(query, document, *pair_rows)
-    cosine *= inverse(length[0])[pair_rows[0]] * inverse(length[1])[pair_rows[1]]
-    turn = torch.as_tensor(np.lexsort((judged[0].pair_queries, judged[0].documents)), device=query.device)
-    cosines = [cosine, cosine[turn]]
-    # Neighbours among the rows are searched together, so they had better be as hard as each other.
-    hard = np.minimum.reduceat(cosine.cpu().numpy(), judged[0].offsets[:-1])
-    judged[0] = replace(judged[0], priority=hard)
-    if both:
-        judged.append(judged[0].turned(len(query)))
-    # A query that is no document of the other direction and has no relevant document takes no part.
-    rows = Side(query, length[0], judged[0].order(len(query) if both else 0))
-    columns = Side(document, length[1], judged[1].order(len(document)) if both else np.arange(len(document)))
-
+    hidden, most = _hidden(qrels, excluded, len(query), len(document))
     gamma_d = {name: float(as_floats(e).gamma_d) for name, e in scorings.items()}
-    # Scorings that share a ranking share the longest list asked of any of them.
-    listed = {g: max((top_k or {}).get(name, 0) for name in gamma_d if gamma_d[name] == g) for g in gamma_d.values()}
-    dim = query.shape[1]
-    error = tile_error(dim)
-    large = len(rows) * len(columns) * dim > _LARGE and query.device.type == "cpu"
-    half = large and not any(listed.values()) and bfloat16_pays(dim, torch.get_num_threads())
-    directions, counted = [], []
-    for one, own, asking, answering in zip(judged, cosines, (rows, columns), (columns, rows), strict=False):
-        slots = one.slots(asking, answering)
-        own = own[torch.as_tensor(one.by_slot, device=own.device)]
-        way = {}
-        for gamma, k in listed.items():
-            scoring = Scoring(asking, answering, gamma)
-            top = TopList(k, slots, scoring, error) if k else None
-            way[gamma] = Ranked(slots, scoring, own, error, top)
-        counted.append(way)
-        rankings = list(way.values())
-        directions.append(Asked(slots, asking is rows, len(asking), rankings, rough_error(dim) if half else error))
-    with full_float32():
-        count_tiles(rows, columns, directions, block_bytes, half, progress)
-    found = []
-    for one, way in zip(judged, counted, strict=True):
-        done = {gamma: _ranking(one, ranked, block_bytes, out) for gamma, ranked in way.items()}
-        found.append({name: done[gamma] for name, gamma in gamma_d.items()})
-    return found
+    # Scorings that rank alike share the longest of their lists.
+    lists = dict.fromkeys(gamma_d.values(), 0)
+    for name, k in (top_k or {}).items():
+        lists[gamma_d[name]] = max(lists[gamma_d[name]], k if both else min(k, len(document) - most))
+    # Queries without a relevant document take part only as documents of the opposite direction.
+    rows = _Side(query, norms(query, "query"), np.arange(len(query)) if both else qrels.queries)
+    columns = _Side(document, norms(document, "document"), np.arange(len(document)))
+    at = [
+        side.place[torch.as_tensor(x, device=query.device)] for side, x in zip((rows, columns), hidden.T, strict=True)
+    ]
+    directions = [_Direction(qrels, rows, columns), *([_Direction(qrels.transposed(), columns, rows)] if both else ())]
+    every = [{g: _Scoring(d, g, k) for g, k in lists.items()} for d in directions]
+    with _full_float32():
+        _multiply(rows, columns, at, [list(of.values()) for of in every], block_bytes, progress)
+    found = [{g: scoring.ranking() for g, scoring in of.items()} for of in every]
+    return [{name: rankings[g] for name, g in gamma_d.items()} for rankings in found]
 
 
-def _ranking(judged: Judged, ranked: Ranked, block_bytes: int, out: Array | None) -> Ranking:
-    """Counts -> ranks and lists, in the queries' own order. out [P]: pairs whose document is excluded; None: none."""
-    value, at_least, above = (
-        x.cpu().numpy()[np.argsort(judged.by_slot)] for x in (ranked.threshold, ranked.at_least, ranked.above)
-    )
-    before = np.empty(len(value), dtype=np.int64)
-    before[np.lexsort((judged.documents, judged.gains, -value, judged.number))] = np.arange(len(value))
-    ranks = 1 + at_least + before - judged.offsets[:-1][judged.number]
-    most_first, ties = judged.most_first, at_least > above
-    if out is not None:  # who stands before a relevant document and is excluded is not there
-        order = np.argsort(before)
-        gone = np.empty_like(ranks)
-        gone[order] = np.cumsum(out[order])
-        gone -= np.concatenate([[0], np.cumsum(out)])[judged.offsets[:-1]][judged.number]
-        judged, ranks, ties = judged.only(~out), (ranks - gone)[~out], ties[~out]
-    tied = np.logical_or.reduceat(ties, judged.offsets[:-1])
-    ids, relevant = (np.empty((len(judged.queries), 0), dtype=t) for t in (np.int64, bool))
-    if ranked.top is not None:
-        best = ranked.top.rows(block_bytes).cpu().numpy()
-        ids, relevant = insert_relevant(best[np.argsort(most_first)], judged.number, judged.documents, ranks)
-    return Ranking(
-        judged.queries,
-        judged.offsets,
-        judged.documents,
-        judged.gains,
-        ranks,
-        tied,
-        top_ids=ids,
-        top_relevant=relevant,
-        n_documents=judged.n_documents,
-    )
+def _hidden(qrels: Qrels, excluded: Array | None, n_queries: int, n_documents: int) -> tuple[Array, int]:
+    """(relevant and excluded pairs [H, 2], which do not count as irrelevant; the most that are excluded of a query)."""
+    if excluded is None or not len(excluded):
+        return qrels.pairs, 0
+    out = Qrels(excluded)
+    out.check(n_queries, n_documents)
+    pairs = out.pairs[np.isin(out.pairs[:, 0], qrels.queries)]
+    both = np.isin(*(x[:, 0] * n_documents + x[:, 1] for x in (pairs, qrels.pairs)))
+    if both.any():
+        raise UserError("document row {1} is relevant to query row {0} and excluded for it".format(*pairs[both][0]))
+    return np.concatenate([qrels.pairs, pairs]), int(np.bincount(pairs[:, 0], minlength=1).max())
+
+
+def _multiply(
+    rows: _Side,
+    columns: _Side,
+    hidden: list[Tensor],
+    every: list[list[_Scoring]],
+    block_bytes: int,
+    progress: Progress | None,
+) -> None:
+    """Multiply rows with columns, tile by tile, and let the scorings of each direction count documents."""
+    n, m, a, b = len(rows), len(columns), _PER_SCORE, _PER_VALUE * rows.x.shape[1]
+    height = min(n, max(1, int((sqrt(b * b + a * block_bytes) - b) / a)))  # a square, where the rows suffice
+    width = min(m, 2**24, max(1, int((block_bytes - b * height) / (a * height + b))))  # float32 counts no further
+    tile_of, order = (hidden[0] // height * -(-m // width) + hidden[1] // width).sort()
+    row, column = hidden[0][order] % height, hidden[1][order] % width
+    # Whole groups in both directions, filled up with -inf. Rows lie an odd number of cache lines apart: other distances
+    # slow products and sums, by up to half.
+    shape = _GROUP * -(-height // _GROUP), _GROUP * (-(-width // _GROUP) | 1)
+    room, *spare = (torch.full(shape, -inf, device=row.device) for _ in range(3))
+    for t, (i, j) in enumerate((i, j) for i in range(0, n, height) for j in range(0, m, width)):
+        spans = slice(i, min(i + height, n)), slice(j, min(j + width, m))
+        h, w = (span.stop - span.start for span in spans)
+        if j == 0:
+            unit = rows.unit(spans[0])
+        if (h, w) != (height, width):
+            room.fill_(-inf)
+        torch.mm(unit, columns.unit(spans[1]).T, out=room[:h, :w])
+        at = slice(*torch.searchsorted(tile_of, torch.tensor([t, t + 1], device=row.device)).tolist())
+        room[row[at], column[at]] = -inf
+        exact = cache(partial(_exact_cosines, rows, columns, *spans, (row[at], column[at])))
+        for d, scorings in enumerate(every):
+            peaks = room.unflatten(1 - d, (_GROUP, -1)).amax(1 - d)  # groups interleave
+            views = [x.T if d else x for x in (room, peaks, *spare)]
+            for scoring in scorings:
+                scoring.take(views, (lambda e=exact: e().T) if d else exact, *spans[:: -1 if d else 1])
+        if progress is not None:
+            progress(i * m + h * spans[1].stop, n * m)
+
+
+def _exact_cosines(rows: _Side, columns: _Side, here: slice, there: slice, hidden: tuple[Tensor, Tensor]) -> Tensor:
+    """float64 cosines [r, c] of a tile, -inf for hidden pairs. Products come first: what is 0 stays 0."""
+    cosines = rows.x[rows.rows[here]].double() @ columns.x[columns.rows[there]].double().T
+    cosines *= rows.inverse[here, None]
+    cosines *= columns.inverse[there]
+    cosines[hidden] = -inf
+    return cosines
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """float32 products are float32 inside: neither TF32 nor bfloat16, whatever was allowed, nor autocast."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [b.fp32_precision for b in backends]
+    try:
+        for b in backends:
+            b.fp32_precision = "ieee"
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        for b, precision in zip(backends, before, strict=True):
+            b.fp32_precision = precision
+
+
+def _inverse(norm: Tensor) -> Tensor:
+    """1 / norm, and 0 for 0: a zero vector stays one."""
+    return torch.where(norm > 0, 1 / norm, 0.0)
+
+
+def _dots(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """float64 products of x [N, D] rows i [n] with y [M, D] rows j [n]: [n], each by itself and always the same."""
+    step = max(1, 2**16 // max(1, x.shape[1]))  # stays in the cache
+    pairs = zip(i.split(step), j.split(step), strict=True)
+    return torch.cat([x.index_select(0, a).double().mul_(y.index_select(0, b)).sum(1) for a, b in pairs])
+
+
+class _Side:
+    """The vectors x [N, D] of one side: ``rows`` [n] of them in the order of tiles, by norm; ``place`` [N] inverts."""
+
+    def __init__(self, x: Tensor, norm: Tensor, rows: Array) -> None:
+        self.x, every = x, torch.as_tensor(rows, device=x.device)
+        self.rows = every[norm[every].argsort(stable=True)]
+        self.place = torch.full((len(x),), -1, device=x.device)
+        self.place[self.rows] = torch.arange(len(self), device=x.device)
+        self.norm = norm[self.rows]
+        self.inverse = _inverse(self.norm)
+        # Where float32 can hold all of it, unit rows are made in float32: three roundings, and no float64 copy.
+        safe = ((self.norm > 1e-25) & (self.norm < 1e25)) | (self.norm == 0)
+        self.factor = self.inverse.float() if x.dtype != torch.float64 and bool(safe.all()) else self.inverse
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def unit(self, at: slice) -> Tensor:
+        """float32 rows of norm 1, or 0."""
+        return self.x.index_select(0, self.rows[at]).to(self.factor.dtype).mul_(self.factor[at, None]).float()
+
+    def weight(self, gamma_d: float) -> Tensor:
+        """w [n] in float64. A norm below TINY is divided by TINY, as everywhere; w is at least 1e-38."""
+        w = torch.where(
+            self.norm > 0, self.norm / self.norm.clamp_min(TINY).pow(gamma_d), 1.0
+        )  # a zero vector scores 0
+        if bool(((w - 1).abs() < 1e-9).all()):
+            return torch.ones_like(w)
+        return torch.ldexp(w, -torch.frexp(w.max()).exponent).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class _Direction:
+    """The relevant pairs [P] of one direction by position, and the exact cosine of each.
+
+    queries [Q] and query, document [P]: positions. start, many [n]: first pair and number of pairs of each position.
+    """
+
+    def __init__(self, qrels: Qrels, asking: _Side, answering: _Side) -> None:
+        self.qrels, self.asking, self.answering = qrels, asking, answering
+        names = (qrels.queries, qrels.numbers, qrels.documents, qrels.offsets)
+        queries, numbers, documents, offsets = (torch.as_tensor(x, device=asking.x.device) for x in names)
+        self.queries = asking.place[queries]
+        self.query, self.document = self.queries[numbers], answering.place[documents]
+        self.start, self.many = torch.zeros((2, len(asking)), dtype=torch.int64, device=asking.x.device)
+        self.start[self.queries], self.many[self.queries] = offsets[:-1], offsets.diff()
+        self.cosine = self.cosines(self.query, self.document)
+
+    def cosines(self, query: Tensor, document: Tensor) -> Tensor:
+        """Exact cosines [n] of single pairs of positions."""
+        asking, answering = self.asking, self.answering
+        dots = _dots(asking.x, answering.x, asking.rows[query], answering.rows[document])
+        return dots * (asking.inverse[query] * answering.inverse[document])
+
+
+class _Scoring:
+    """One ranking of one direction: thresholds, what was counted against them, and the best k.
+
+    threshold [P] float32: scores of the relevant documents; at_least [P]: irrelevant documents that score at least that
+    much; tied [P]: whether one scores exactly that. By position, inf where no document is relevant: least [n], the
+    lowest threshold of a query; kth [n], what a document must score to be among its best [n, k], which are keys.
+    """
+
+    def __init__(self, direction: _Direction, gamma_d: float, k: int) -> None:
+        self.direction, self.k, n = direction, min(k, len(direction.answering)), len(direction.asking)
+        self.error = (direction.asking.x.shape[1] + 16) * 2.0**-24  # D roundings; unit rows, weights and thresholds: 16
+        self.weight = direction.answering.weight(gamma_d)
+        self.weight32 = self.weight.float()
+        self.threshold = (direction.cosine * self.weight[direction.document]).float()
+        self.at_least = torch.zeros_like(direction.query)
+        self.tied = torch.zeros_like(direction.query, dtype=torch.bool)
+        self.least = self.threshold.new_full((n,), inf).scatter_reduce_(0, direction.query, self.threshold, "amin")
+        self.kth = torch.full_like(self.least, inf)
+        self.kth[direction.queries] = -inf if k else inf
+        self.best = _keys(self.least.new_full((n, self.k), -inf), self.at_least.new_zeros(()))
+        self.waiting, self.n_waiting = list[tuple[Tensor, Tensor]](), 0
+
+    def take(self, views: list[Tensor], exact: Callable[[], Tensor], queries: slice, documents: slice) -> None:
+        """Find the few documents of a tile that may matter; where they are many, count all.
+
+        views: the tile's cosines, largest cosines of groups, and room, all [q, d]; exact: makes its float64 cosines.
+        """
+        cosines, peaks, flags, scores = views
+        q, d, n = queries.stop - queries.start, documents.stop - documents.start, peaks.shape[1]
+        bottom, top = self.weight32[documents].aminmax()
+        if 0 < self.k <= n and bool((self.kth[queries] == -inf).any()):
+            peak = peaks[:q].topk(self.k, dim=1).values[:, -1] - self.error  # at least k documents reach it
+            self.kth[queries] = self.kth[queries].maximum(peak * torch.where(peak > 0, bottom, top))
+        # A document with a lower cosine reaches neither bound. Not below -2: -inf marks the hidden.
+        floor = self.least[queries].minimum(self.kth[queries])
+        floor = (floor / torch.where(floor > 0, top, bottom) - self.error).clamp_min(-2)
+        hit = peaks[:q] >= floor[:, None]
+        if int(hit.sum()) * _OFTEN > hit.numel():
+            self.count_all(torch.mul(exact(), self.weight[documents], out=scores[:q, :d]), flags, queries, documents)
+            return
+        query, group = hit.nonzero(as_tuple=True)
+        member = n * torch.arange(_GROUP, device=group.device)
+        down, right = cosines.stride()
+        at = (down * query + right * group)[:, None] + right * member
+        every = cosines.as_strided((cosines.numel(),), (1,))  # one index is quicker than two
+        which, of = (every.index_select(0, at.flatten()).view(at.shape) >= floor[query, None]).nonzero(as_tuple=True)
+        self.waiting.append((query[which] + queries.start, group[which] + member[of] + documents.start))
+        self.n_waiting += len(which)
+        if self.n_waiting > _WAITING:
+            self.compare()
+
+    def compare(self) -> None:
+        """Count the waiting documents against the thresholds of their queries, and offer them to the lists."""
+        if not self.waiting:
+            return
+        query, document = (torch.cat(x) for x in zip(*self.waiting, strict=True))
+        self.waiting, self.n_waiting = [], 0
+        score = (self.direction.cosines(query, document) * self.weight[document]).float()
+        self.offer(query, document, score)
+        start, many = self.direction.start, self.direction.many
+        for at in (score >= self.least[query]).nonzero().squeeze(1).split(max(1, _AT_ONCE // int(many.max()))):
+            times = many[query[at]]
+            at, pair = torch.repeat_interleave(at, times), _numbered(times)
+            pair += start[query[at]]
+            reached = score[at] >= self.threshold[pair]
+            self.at_least.index_add_(0, pair[reached], torch.ones_like(pair[reached]))
+            self.tied[pair[score[at] == self.threshold[pair]]] = True
+
+    def count_all(self, scores: Tensor, flags: Tensor, queries: slice, documents: slice) -> None:
+        """Compare a tile's scores [q, d] with all thresholds: the first of each query, the second, ..."""
+        if self.k:
+            bound = scores.topk(min(self.k, scores.shape[1]), dim=1).values[:, -1].maximum(self.kth[queries])
+            query, document = (scores >= bound[:, None]).nonzero(as_tuple=True)
+            self.offer(query + queries.start, document + documents.start, scores[query, document])
+        start, many = self.direction.start[queries], self.direction.many[queries]
+        for slot in range(int(many.max())):
+            row = (many > slot).nonzero().squeeze(1)
+            pair, part = start[row] + slot, scores if len(row) == len(scores) else scores[row]
+            room, bound = flags[: len(row), : part.shape[1]], self.threshold[pair, None]  # quicker than bool
+            reach, above = (op(part, bound, out=room).sum(1).long() for op in (torch.ge, torch.gt))
+            self.at_least[pair] += reach
+            self.tied[pair] |= reach > above
+
+    def offer(self, query: Tensor, document: Tensor, score: Tensor) -> None:
+        """Offer single documents [n] to the lists of the best."""
+        better = (score >= self.kth[query]).nonzero().squeeze(1)
+        if not len(better):
+            return
+        query, order = query[better].sort()
+        better = better[order]
+        rows, many = query.unique_consecutive(return_counts=True)
+        keys = self.best.new_full((len(rows), self.k + int(many.max())), torch.iinfo(torch.int64).min)
+        keys[:, : self.k] = self.best[rows]
+        own = _keys(score[better], self.direction.answering.rows[document[better]])
+        keys[torch.repeat_interleave(many), self.k + _numbered(many)] = own
+        self.best[rows] = keys = keys.topk(self.k, dim=1).values
+        self.kth[rows] = self.kth[rows].maximum(_of_keys(keys[:, -1])[0])
+
+    def ranking(self) -> Ranking:
+        """Counts -> ranks and lists, relevant documents where they rank."""
+        self.compare()
+        qrels, first = self.direction.qrels, self.direction.qrels.offsets[:-1]
+        best = _of_keys(self.best[self.direction.queries])[1]
+        value, at_least, tied, ids = (x.cpu().numpy() for x in (self.threshold, self.at_least, self.tied, best))
+        before = np.empty(len(value), dtype=np.int64)
+        before[np.lexsort((qrels.documents, qrels.gains, -value, qrels.numbers))] = np.arange(len(value))
+        ranks = 1 + at_least + before - first[qrels.numbers]
+        inside = ranks <= self.k
+        at, relevant = (qrels.numbers[inside], ranks[inside] - 1), np.zeros(ids.shape, dtype=bool)
+        relevant[at] = True
+        ids = np.take_along_axis(ids, np.maximum(np.cumsum(~relevant, axis=1) - 1, 0), axis=1)
+        ids[at] = qrels.documents[inside]
+        counted = (
+            qrels.queries,
+            qrels.offsets,
+            qrels.documents,
+            qrels.gains,
+            ranks,
+            np.logical_or.reduceat(tied, first),
+        )
+        return Ranking(*counted, ids, relevant, n_documents=len(self.direction.answering.x))
+
+
+def _numbered(many: Tensor) -> Tensor:
+    """0, 1, ... of each count in turn: [2, 0, 3] -> [0, 1, 0, 1, 2]."""
+    return torch.arange(int(many.sum()), device=many.device) - torch.repeat_interleave(many.cumsum(0) - many, many)
+
+
+def _keys(scores: Tensor, rows: Tensor) -> Tensor:
+    """int64, larger for a better float32 score (in the high half), then for a smaller row."""
+    bits = (scores + 0.0).view(torch.int32)  # adding 0 turns -0.0 into 0.0, which is equal to it
+    return (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) - rows  # negative floats order backwards
+
+
+def _of_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(scores, rows) of :func:`_keys`."""
+    high = -(-keys >> 32)
+    bits = high.int()
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32), (high << 32) - keys
