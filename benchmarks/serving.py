@@ -29,7 +29,7 @@ from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.embeddings.serving import ROUNDING, index_vectors, norm_augmentation, recall_at_k
 from mmclip.errors import UserError
 from mmclip.models.metadata import native_exponents
-from mmclip.retrieval.hubness import log_evidence
+from mmclip.retrieval.hubness import document_offsets
 from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
 
@@ -169,7 +169,7 @@ def planted(images: int, dim: int) -> Embeddings:
         torch.stack([owner, torch.arange(len(kept))], dim=1),
         [f"i{row}" for row in range(images)],
         owner=owner.tolist(),
-        evidence={"t2i": log_evidence(image, text[:half], native_exponents(facts), 10.0)},
+        evidence={"t2i": document_offsets(image, text[:half], native_exponents(facts), 10.0)},
         model="planted",
         metadata=facts,
         alpha={"i2t": 10.0},

@@ -21,7 +21,7 @@ from mmclip.evaluation.eval_set import EvalSource, draw_bank
 from mmclip.io import require_space
 from mmclip.models.factory import ClipModel, load_clip
 from mmclip.models.metadata import native_exponents, trained_scales
-from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side, log_evidence
+from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank, bank_side, document_offsets
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
 
@@ -67,7 +67,7 @@ def run(settings: EmbedConfig) -> None:
         saved = _with_evidence(saved, corrected, bank)
     elif settings.bank is not None:
         vectors = {bank_side(d): getattr(saved, bank_side(d)) for d in corrected}
-        saved = _with_evidence(saved, corrected, Bank(TRANSDUCTIVE, vectors))
+        saved = _with_evidence(saved, corrected, QueryBank(TRANSDUCTIVE, vectors))
     save_embeddings(path, saved)
     print(
         f"embeddings: {printable(path)}: {len(found.image):,} images, {len(found.text):,} texts, "
@@ -82,14 +82,14 @@ def _require_space(path: Path, sets: Sequence[ImageTextData], model: ClipModel) 
     require_space(path.parent, size, size, "a file of embeddings", "name another place with --output")
 
 
-def _with_evidence(saved: Embeddings, directions: Sequence[Direction], bank: Bank) -> Embeddings:
+def _with_evidence(saved: Embeddings, directions: Sequence[Direction], bank: QueryBank) -> Embeddings:
     exponents = native_exponents(saved.metadata)
     evidence: dict[str, Tensor] = {}
     for direction in directions:
         _, candidates = direction.roles({"image": saved.image, "text": saved.text})
         alpha = saved.alpha[direction.opposite.value]
         assert alpha is not None
-        evidence[direction.value] = log_evidence(candidates, bank.vectors[bank_side(direction)], exponents, alpha)
+        evidence[direction.value] = document_offsets(candidates, bank.vectors[bank_side(direction)], exponents, alpha)
     sizes = {side: len(x) for side, x in bank.vectors.items()}
     about = {"name": bank.name, "size": sizes, "overlap": bank.overlap}
     return dataclasses.replace(saved, evidence=evidence, bank=about)

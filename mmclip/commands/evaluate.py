@@ -43,7 +43,7 @@ from mmclip.models.text_encoder import encoding, native_scoring, open_text_model
 from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric
 from mmclip.reporting.summary import print_ending, zero_shot_line
 from mmclip.reporting.table import show
-from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank, bank_side
+from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank, bank_side
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization
 
 Config = EvaluateConfig | TextEvaluateConfig
@@ -124,7 +124,7 @@ def _clip_run(config: EvaluateConfig) -> tuple[str, Results]:
     shown = name if config.pretrained is None else f"{name}-{Path(config.pretrained).stem}"
     where = output_folder(config.output, default_output(folder, shown, data.path, data.split))
     source = EvalSource.open(data, distractors, model, options, kinds=kinds)
-    bank = Bank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
+    bank = QueryBank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
     if bank_data is not None:
         sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
         bank = draw_bank(FeatureSource(bank_data), sides, config.bank_size, model, options, config.seed, data)
@@ -154,13 +154,13 @@ def _embeddings_run(config: EvaluateConfig) -> tuple[str, Results]:
     scales = trained_scales(saved.metadata) | known
     bank = None
     if config.bank == TRANSDUCTIVE:
-        bank = Bank(TRANSDUCTIVE)
+        bank = QueryBank(TRANSDUCTIVE)
     elif config.bank is not None:
         sides = sorted(bank_side(d.opposite) for d in scales)
         bank = saved_bank(config.bank, sides, config.bank_size, saved, config.seed)
     elif saved.evidence:
-        bank = Bank(str(saved.bank.get("name", "not told")), sizes=saved.bank_counts("size"))
-        bank.evidence = {Direction(d): x for d, x in saved.evidence.items()}
+        bank = QueryBank(str(saved.bank.get("name", "not told")), sizes=saved.bank_counts("size"))
+        bank.offsets = {Direction(d): x for d, x in saved.evidence.items()}
         bank.overlap = saved.bank_counts("overlap")
     name = Path(file).stem
     where = output_folder(config.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))

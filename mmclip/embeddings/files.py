@@ -42,8 +42,7 @@ from torch import Tensor
 from mmclip.config.model_config import check_metadata, shown
 from mmclip.errors import UserError, nearest, printable
 from mmclip.io import json_array, read_arrays, read_json_array, write_arrays
-from mmclip.retrieval import Qrels
-from mmclip.retrieval.sides import lengths
+from mmclip.retrieval import Qrels, norms
 from mmclip.similarity import CLIP_DIRECTIONS
 
 Array = NDArray[Any]
@@ -65,7 +64,7 @@ def check_vectors(embeddings: Mapping[str, Tensor]) -> None:
                 f"{name} embeddings of shape {list(x.shape)}: at least one row is needed, and one dimension for all "
                 f"(the {next(iter(embeddings))}s' is {[*dim, 0][0]})"
             )
-        largest = float(lengths(x, name).max())  # also refuses values that are not finite
+        largest = float(norms(x, name).max())  # also refuses values that are not finite
         if largest > MAX_NORM:
             raise UserError(
                 f"{name} embeddings: a norm of {largest:.3g}; above {MAX_NORM:.0e} products overflow in float32: "

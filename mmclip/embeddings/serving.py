@@ -27,7 +27,7 @@ from torch import Tensor
 from mmclip.embeddings.files import Embeddings
 from mmclip.errors import UserError, printable
 from mmclip.models.metadata import native_exponents
-from mmclip.retrieval.hubness import corrected_candidates, corrected_queries, reversed_exponents
+from mmclip.retrieval.hubness import reversed_exponents, with_offset, with_one
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,
@@ -85,7 +85,7 @@ def index_vectors(
             )
         evidence = saved.evidence[direction.value]
         evidence = evidence - (evidence.mean() if zero_point is None else zero_point)
-        return corrected_candidates(document, evidence, native, alpha), lambda query: corrected_queries(query, native)
+        return with_offset(document, evidence, native, alpha), lambda query: with_one(query, native)
     if scoring == "reversed":
         exponents = reversed_exponents(native)
     else:

@@ -28,7 +28,7 @@ from mmclip.errors import UserError, printable
 from mmclip.models.factory import ClipModel
 from mmclip.models.towers import as_bytes
 from mmclip.retrieval import Qrels
-from mmclip.retrieval.hubness import Bank
+from mmclip.retrieval.hubness import QueryBank
 from mmclip.roles import Direction
 
 Array = NDArray[Any]
@@ -263,7 +263,7 @@ def draw_bank(
     options: EncodeOptions,
     seed: int = 0,
     evaluated: ImageTextData | None = None,
-) -> Bank:
+) -> QueryBank:
     """Embed ``size`` random items of each side, all where there are fewer, without images that cannot be read.
 
     Args:
@@ -275,7 +275,7 @@ def draw_bank(
     own = {c for image in evaluated.captions for c in image} if evaluated is not None else set()
     data = source.data
     texts = {"image": data.captions, "text": [[c] for image in data.captions for c in image]}
-    bank = Bank(f"{data.path} [{data.split}]" if data.split else data.path)
+    bank = QueryBank(f"{data.path} [{data.split}]" if data.split else data.path)
     for side in sides:
         rows = _drawn(len(texts[side]), size, seed)
         if evaluated is not None:  # an image is the evaluation's if all of its captions are
@@ -286,7 +286,7 @@ def draw_bank(
     return bank
 
 
-def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: Embeddings, seed: int = 0) -> Bank:
+def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: Embeddings, seed: int = 0) -> QueryBank:
     """As :func:`draw_bank`, from a file of saved embeddings; items are the same where their vectors are.
 
     Raises:
@@ -296,7 +296,7 @@ def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: Embeddings
         saved = load_embeddings(path)
     except UserError as error:
         raise UserError(f"--bank of saved embeddings: {error}") from None
-    bank = Bank(path)
+    bank = QueryBank(path)
     for side in sides:
         vectors, known = getattr(saved, side), getattr(evaluated, side)
         if vectors.shape[1] != known.shape[1]:

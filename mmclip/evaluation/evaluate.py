@@ -16,7 +16,6 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mmclip import metrics as rates
@@ -31,16 +30,15 @@ from mmclip.evaluation.zero_shot import ZeroShot
 from mmclip.metrics import magnitude as magnitudes
 from mmclip.models.factory import ClipModel
 from mmclip.models.metadata import native_exponents, trained_scales
-from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, rank, rank_both
+from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, norms, rank, rank_both
 from mmclip.retrieval.hubness import (
-    Bank,
+    QueryBank,
     bank_side,
-    corrected_candidates,
-    corrected_queries,
-    log_evidence,
+    document_offsets,
     reversed_exponents,
+    with_offset,
+    with_one,
 )
-from mmclip.retrieval.sides import exact_dots, inverse
 from mmclip.similarity import (
     CLIP_DIRECTIONS,
     FIXED_NORMALIZATIONS,
@@ -63,7 +61,7 @@ def evaluate(
     directions: Sequence[Direction],
     *,
     scales: Mapping[Direction, float | None] | None = None,
-    bank: Bank | None = None,
+    bank: QueryBank | None = None,
     metrics: Sequence[str] = rates.RATES,
     fisher: bool = False,
     resamples: int = rates.RESAMPLES,
@@ -247,13 +245,9 @@ def _keep_lists(
 
 def list_scores(data: EvalSet, direction: Direction, ranking: Ranking, exponents: Exponents) -> Array:
     """Scores at alpha 1 of a ranking's lists: [Q, k] float64, never rising along a row."""
-    query, document = direction.roles(data.embeddings)
-    ids, (gamma_q, gamma_d) = ranking.top_ids, as_floats(exponents)
-    rows = [torch.as_tensor(x, device=query.device) for x in (np.repeat(ranking.queries, ids.shape[1]), ids.ravel())]
-    q, d = (magnitude(x.double())[at] for x, at in zip((query, document), rows, strict=True))
-    compared = exact_dots(query, document, *rows) * inverse(q) * inverse(d) * (d / d.clamp_min(TINY).pow(gamma_d))
-    scores = compared.float().double() * (q / q.clamp_min(TINY).pow(gamma_q))  # what was ranked, then the query's norm
-    return np.minimum.accumulate(scores.cpu().numpy().reshape(ids.shape), axis=1)
+    q = norms(data.embeddings[direction.query_side], direction.query_side)
+    kept = (q / q.clamp_min(TINY).pow(as_floats(exponents).gamma_q)).cpu().numpy()[ranking.queries]
+    return ranking.top_scores * kept[:, None]
 
 
 def _row_norms(x: Tensor) -> Array:
@@ -343,7 +337,7 @@ class _ReverseScorer:
     """
 
     def __init__(
-        self, native: Exponents, scales: Mapping[Direction, float | None], bank: Bank | None, main: EvalSet
+        self, native: Exponents, scales: Mapping[Direction, float | None], bank: QueryBank | None, main: EvalSet
     ) -> None:
         self.native, self.bank = native, bank
         self.known = {d: float(alpha) for d, alpha in scales.items() if alpha is not None}
@@ -363,8 +357,8 @@ class _ReverseScorer:
         if bank is None or (evidence := self._evidence(bank, direction, data, alpha, block_bytes)) is None:
             return {}
         rankings[CORRECTED] = rank(
-            corrected_queries(query, self.native),
-            corrected_candidates(candidate, evidence[0], self.native, alpha),
+            with_one(query, self.native),
+            with_offset(candidate, evidence[0], self.native, alpha),
             data.relevance(direction),
             {CORRECTED: Normalization.DOT.exponents},
             block_bytes=block_bytes,
@@ -380,14 +374,14 @@ class _ReverseScorer:
         return {CORRECTED: about | ({"bank_overlap": bank.overlap[side]} if side in bank.overlap else {})}
 
     def _evidence(
-        self, bank: Bank, direction: Direction, data: EvalSet, alpha: float, block_bytes: int
+        self, bank: QueryBank, direction: Direction, data: EvalSet, alpha: float, block_bytes: int
     ) -> tuple[Tensor, int] | None:
         """(log-normalizer of every candidate, the bank's size); None without a bank for these candidates."""
         side, candidate = bank_side(direction), data.embeddings[direction.document_side]
         rows = bank.of(side, data.embeddings)
         if rows is not None:
-            return log_evidence(candidate, rows, self.native, alpha, block_bytes), len(rows)
-        known = bank.evidence.get(direction)
+            return document_offsets(candidate, rows, self.native, alpha, block_bytes), len(rows)
+        known = bank.offsets.get(direction)
         if known is None or len(known) != len(candidate):  # a set with other candidates than the main one
             return None
         return known.to(candidate.device), bank.sizes.get(side, 0)

@@ -5,7 +5,20 @@ from the same product. :mod:`~mmclip.retrieval.hubness` has the additive correct
 bank. Knows queries and documents, no modality. Imports :mod:`mmclip.similarity` and :mod:`mmclip.errors` only.
 """
 
+from mmclip.retrieval.hubness import QueryBank, document_offsets, with_offset, with_one
 from mmclip.retrieval.qrels import Qrels
-from mmclip.retrieval.ranking import BLOCK_BYTES, Ranking, as_floats, rank, rank_both
+from mmclip.retrieval.ranking import BLOCK_BYTES, Ranking, as_floats, norms, rank, rank_both
 
-__all__ = ["BLOCK_BYTES", "Qrels", "Ranking", "as_floats", "rank", "rank_both"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Qrels",
+    "QueryBank",
+    "Ranking",
+    "as_floats",
+    "document_offsets",
+    "norms",
+    "rank",
+    "rank_both",
+    "with_offset",
+    "with_one",
+]

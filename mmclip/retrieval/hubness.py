@@ -1,19 +1,20 @@
-"""Ranking against the trained direction: its own scores, less each candidate's log-evidence (docs/math.md).
+"""Hubness correction over a query bank: the inverted softmax, as one more dimension of an inner-product index.
 
-A loss that trains i2t alone fits p(text | image) = softmax over texts of s(image, text): an offset of a whole image
-row changes nothing in it. So a text that ranks images by those scores, the trained matrix read backwards
-(``reversed``), compares numbers with different zero points. ``corrected`` takes the zero point away, estimated over a
-bank B of the trained direction's documents:
+A loss that trains i2t alone fits p(text | image) = softmax over texts of s(image, text): a constant added to all scores
+of an image changes nothing in it. A text that ranks images by the same scores, the trained matrix read by columns
+(``reversed``), therefore compares numbers with different zero points. Subtracting each document's log-normalizer over a
+bank B of queries removes the zero point:
 
-    c(i, t) = s(i, t) - log mean_b exp s(i, b)
+    c(q, d) = alpha s(q, d) - log mean_b exp(alpha s(b, d))
 
-In what follows a **candidate** is ranked: it was the *query* of the trained direction. Who **asks** was its document.
-Exponents and alpha are the trained direction's. Sum or mean over the bank is a constant and changes no ranking; the
-mean keeps the number small.
+This is the inverted softmax (Smith et al. 2017, arXiv 1702.03859), with a bank of training queries known as Querybank
+Normalisation, QB-Norm (Bogolin et al. 2022, arXiv 2112.12777); results.json calls it ``corrected``. The mean over the
+bank, in place of the sum, is a constant and changes no ranking.
 
-The correction is one more dimension of an inner-product index, so it costs nothing when it is served:
+Roles are those of the direction that ranks: its **document** was the *query* of the trained direction and its **query**
+was the *document*. Exponents and alpha stay the trained direction's. An index needs one more dimension:
 
-    candidate [i / |i|**gamma_q ; -evidence_i / alpha]        who asks [t / |t|**gamma_d ; 1]
+    document [d / |d|**gamma_q ; -offset_d / alpha]        query [q / |q|**gamma_d ; 1]
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from mmclip.roles import Direction, Exponents
 from mmclip.similarity import normalize
 
 TRANSDUCTIVE = "transductive"  # the name of the bank that is the evaluation's own items
-_BLOCK_BYTES = 64 * 2**20
 
 
 @dataclass
-class Bank:
-    """Documents of the trained direction that the zero points are estimated over.
+class QueryBank:
+    """Queries that log-normalizers are computed over.
 
-    name: of its data, or ``TRANSDUCTIVE``: the pool's own items, which a real search engine does not have beforehand.
-    vectors: side -> raw [B, D]; the sides that it has are those that can be corrected for. overlap: side -> how many
-    of its items are the evaluation's, too. evidence: direction -> that of every candidate of the main pool, computed
-    before with its opposite's alpha over a bank of ``sizes``; it stands in for vectors that are not there.
+    Attributes:
+        name: the data set, or ``TRANSDUCTIVE``: the candidate pool's own items, which a search engine cannot know.
+        vectors: side -> raw [B, D] embeddings.
+        overlap: side -> number of items that are also the evaluation's.
+        offsets: direction -> precomputed offsets of all documents of the main pool, in place of vectors.
+        sizes: side -> size of the bank that ``offsets`` were computed over.
     """
 
     name: str
     vectors: dict[str, Tensor] = field(default_factory=dict)
     overlap: dict[str, int] = field(default_factory=dict)
-    evidence: dict[Direction, Tensor] = field(default_factory=dict)
+    offsets: dict[Direction, Tensor] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -53,12 +55,12 @@ class Bank:
         return self.name == TRANSDUCTIVE
 
     def of(self, side: str, pool: Mapping[str, Tensor]) -> Tensor | None:
-        """The side's rows, of the ``pool`` where the bank is transductive; None where it has none."""
+        """Rows of a side, of the ``pool`` where the bank is transductive; None where it has none."""
         return pool[side] if self.transductive else self.vectors.get(side)
 
 
 def reversed_exponents(exponents: Exponents) -> Exponents:
-    """The trained matrix read backwards: who was document asks, and each side keeps the exponent that it had.
+    """Exponents of the trained matrix read by columns: roles are exchanged, each side keeps its exponent.
 
     >>> reversed_exponents(Exponents(1.0, 0.0))
     Exponents(gamma_q=0.0, gamma_d=1.0)
@@ -67,49 +69,52 @@ def reversed_exponents(exponents: Exponents) -> Exponents:
 
 
 def bank_side(direction: Direction) -> str:
-    """The side of the bank that corrects ``direction``: the documents of its opposite, which was trained.
+    """Side of the bank that corrects ``direction``: its queries.
 
     >>> bank_side(Direction.T2I)
     'text'
     """
-    return direction.opposite.document_side
+    return direction.query_side
 
 
 @torch.no_grad()
-def log_evidence(
-    candidate: Tensor, bank: Tensor, exponents: Exponents, alpha: float, block_bytes: int = _BLOCK_BYTES
+def document_offsets(
+    document: Tensor, bank: Tensor, exponents: Exponents, alpha: float, block_bytes: int = 64 * 2**20
 ) -> Tensor:
-    """log mean_b exp s(i, b) of every candidate: raw candidate [N, D] and bank [B, D] -> [N] float64.
+    """Log-normalizer of every document over a query bank, log mean_b exp(alpha s(b, d)): [N] float64.
 
-    exponents, alpha: of the trained direction, in which the candidates are queries. Working memory is about
-    ``block_bytes``. Errors: UserError for another D, an empty bank, or a scale that is not above 0.
+    Args:
+        document: raw [N, D]; bank: raw [B, D].
+        exponents, alpha: of the trained direction, in which the documents are queries.
+        block_bytes: working memory, about.
+
+    Raises:
+        UserError: another D, an empty bank, or a scale that is not above 0.
+
+    >>> document_offsets(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 4.0]]), Exponents(1.0, 0.0), 2.0).tolist()
+    [6.0]
     """
-    if bank.ndim != 2 or not len(bank) or bank.shape[1] != candidate.shape[-1]:
+    if bank.ndim != 2 or not len(bank) or bank.shape[1] != document.shape[-1]:
         raise UserError(
-            f"a bank of shape {list(bank.shape)} for candidates of shape {list(candidate.shape)}: at least one row and "
+            f"a bank of shape {list(bank.shape)} for candidates of shape {list(document.shape)}: at least one row and "
             "their dimension are needed"
         )
     if not alpha > 0:
         raise UserError(f"alpha {alpha}: the correction needs a scale above 0")
     b = normalize(bank.double(), exponents.gamma_d).T * alpha
-    found = candidate.new_empty(len(candidate), dtype=torch.float64)
     rows = max(1, block_bytes // (8 * 3 * len(bank)))  # scores, and what logsumexp makes of them
-    for start in range(0, len(candidate), rows):
-        part = normalize(candidate[start : start + rows].double(), exponents.gamma_q)
-        found[start : start + rows] = torch.logsumexp(part @ b, dim=1)
-    return found - torch.tensor(float(len(bank)), dtype=torch.float64).log()
+    sums = [torch.logsumexp(normalize(part.double(), exponents.gamma_q) @ b, dim=1) for part in document.split(rows)]
+    return torch.cat(sums) - torch.tensor(float(len(bank)), dtype=torch.float64).log()
 
 
 @torch.no_grad()
-def corrected_candidates(candidate: Tensor, evidence: Tensor, exponents: Exponents, alpha: float) -> Tensor:
-    """[N, D] raw -> [N, D + 1] float32: what an inner-product index holds. Never normalize it again."""
-    extra = (-evidence / alpha).unsqueeze(1)
-    return torch.cat([normalize(candidate.double(), exponents.gamma_q), extra], dim=1).float()
+def with_offset(document: Tensor, offsets: Tensor, exponents: Exponents, alpha: float) -> Tensor:
+    """Documents of a corrected index: raw [N, D] -> [N, D + 1] float32. Never normalize them again."""
+    return torch.cat([normalize(document.double(), exponents.gamma_q), (-offsets / alpha).unsqueeze(1)], dim=1).float()
 
 
 @torch.no_grad()
-def corrected_queries(query: Tensor, exponents: Exponents) -> Tensor:
-    """Who asks: [Q, D] raw -> [Q, D + 1] float32, the inner product of which with a candidate is its corrected score
-    over alpha. Never normalize it again."""
+def with_one(query: Tensor, exponents: Exponents) -> Tensor:
+    """Queries of a corrected index: raw [Q, D] -> [Q, D + 1] float32; products are corrected scores over alpha."""
     one = query.new_ones((len(query), 1), dtype=torch.float64)
     return torch.cat([normalize(query.double(), exponents.gamma_d), one], dim=1).float()

@@ -14,17 +14,16 @@ scores, so that with w_d = |d|**(1 - gamma_d), times a power of two that makes t
 Scores are computed in float64 and rounded once to float32: equal vectors tie wherever they stand, and ranks depend
 neither on tiles nor on which side is cut into rows.
 
-**Tiles.** All scorings of both directions share the cosines: one float32 product, in tiles. Most documents score below
-every relevant one: the largest cosine of each ``_GROUP`` documents, compared with the lowest threshold of the query,
-finds the few that may not. These are compared one by one, in float64 where the tile's rounding could decide. A tile
-with many of them is computed again in float64. Both sides are sorted by norm, so that one weight bounds all documents
-of a tile.
+**Tiles.** All scorings of both directions share one float32 product, in tiles. Most documents score below every
+relevant one: the largest cosine of each ``_GROUP`` documents, compared with the lowest threshold of the query less the
+tile's error, finds the few that may not, and these get exact scores. A tile with many is computed again in float64.
+Both sides are sorted by norm, so that one weight bounds all documents of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf, sqrt
@@ -40,7 +39,7 @@ from mmclip.retrieval.qrels import Qrels
 from mmclip.similarity import TINY, Exponents
 
 BLOCK_BYTES = 64 * 2**20  # working memory beside the vectors, about
-_PER_SCORE, _PER_VALUE = 32, 24  # bytes of a tile, and of its rows and columns
+_PER_SCORE, _PER_VALUE = 24, 24  # bytes of a tile, and of its rows and columns
 _GROUP = 16  # documents searched together; also the float32 numbers in a cache line
 _OFTEN = 4  # a tile in which more than one group in so many may matter is counted whole
 _WAITING = 2**14  # documents that wait to be compared together
@@ -59,7 +58,7 @@ class Ranking:
         ranks: [P] rank of each relevant document among all n_documents; 1 is best.
         tied: [Q] whether an irrelevant document has exactly the score of a relevant one.
         top_ids: [Q, k] rows of the best k documents in order (k = 0 where no list was requested).
-        top_relevant: [Q, k] which of those are relevant.
+        top_relevant, top_scores: [Q, k] which of those are relevant, and cos * |document|**(1 - gamma_d) of each.
     """
 
     queries: Array
@@ -70,6 +69,7 @@ class Ranking:
     tied: Array
     top_ids: Array
     top_relevant: Array
+    top_scores: Array
     n_documents: int
 
     @property
@@ -151,21 +151,6 @@ def norms(x: Tensor, side: str) -> Tensor:
     return norm
 
 
-def pair_scores(
-    query: Tensor, document: Tensor, query_rows: ArrayLike, document_rows: ArrayLike, exponents: Exponents
-) -> Tensor:
-    """Scores [n] of single pairs of rows [n]; equal where :func:`rank` has a tie.
-
-    >>> pair_scores(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 4.0]]), [0], [0], Exponents(1.0, 0.0)).tolist()
-    [3.0]
-    """
-    gamma_q, gamma_d = as_floats(exponents)
-    i, j = (torch.as_tensor(rows, device=query.device) for rows in (query_rows, document_rows))
-    q, d = norms(query, "query"), norms(document, "document")
-    compared = _dots(query, document, i, j) * _inverse(q)[i] * _inverse(d)[j] * (d / d.clamp_min(TINY).pow(gamma_d))[j]
-    return compared.float().double() * (q / q.clamp_min(TINY).pow(gamma_q))[i]
-
-
 @torch.no_grad()
 def _rank(
     query: Tensor,
@@ -194,15 +179,16 @@ def _rank(
     # Queries without a relevant document take part only as documents of the opposite direction.
     rows = _Side(query, norms(query, "query"), np.arange(len(query)) if both else qrels.queries)
     columns = _Side(document, norms(document, "document"), np.arange(len(document)))
-    at = [
-        side.place[torch.as_tensor(x, device=query.device)] for side, x in zip((rows, columns), hidden.T, strict=True)
-    ]
-    directions = [_Direction(qrels, rows, columns), *([_Direction(qrels.transposed(), columns, rows)] if both else ())]
-    every = [{g: _Scoring(d, g, k) for g, k in lists.items()} for d in directions]
+    every = []
+    for judged, asking, answering in ((qrels, rows, columns), (qrels.transposed(), columns, rows))[: 1 + both]:
+        pairs = asking.places(judged.pairs[:, 0]), answering.places(judged.documents)
+        known = *pairs, _cosines(asking, answering, *pairs)
+        every.append({g: _Scoring(judged, (asking, answering), known, g, k) for g, k in lists.items()})
+    at = rows.places(hidden[:, 0]), columns.places(hidden[:, 1])
     with _full_float32():
-        _multiply(rows, columns, at, [list(of.values()) for of in every], block_bytes, progress)
-    found = [{g: scoring.ranking() for g, scoring in of.items()} for of in every]
-    return [{name: rankings[g] for name, g in gamma_d.items()} for rankings in found]
+        _multiply(rows, columns, at, [list(scorings.values()) for scorings in every], block_bytes, progress)
+    found = [{gamma: scoring.ranking() for gamma, scoring in scorings.items()} for scorings in every]
+    return [{name: rankings[gamma] for name, gamma in gamma_d.items()} for rankings in found]
 
 
 def _hidden(qrels: Qrels, excluded: Array | None, n_queries: int, n_documents: int) -> tuple[Array, int]:
@@ -221,7 +207,7 @@ def _hidden(qrels: Qrels, excluded: Array | None, n_queries: int, n_documents: i
 def _multiply(
     rows: _Side,
     columns: _Side,
-    hidden: list[Tensor],
+    hidden: tuple[Tensor, Tensor],
     every: list[list[_Scoring]],
     block_bytes: int,
     progress: Progress | None,
@@ -247,11 +233,12 @@ def _multiply(
         at = slice(*torch.searchsorted(tile_of, torch.tensor([t, t + 1], device=row.device)).tolist())
         room[row[at], column[at]] = -inf
         exact = cache(partial(_exact_cosines, rows, columns, *spans, (row[at], column[at])))
+        turned: Callable[[], Tensor] = lambda: exact().T  # noqa: B023, E731 - called before the next tile
         for d, scorings in enumerate(every):
             peaks = room.unflatten(1 - d, (_GROUP, -1)).amax(1 - d)  # groups interleave
             views = [x.T if d else x for x in (room, peaks, *spare)]
             for scoring in scorings:
-                scoring.take(views, (lambda e=exact: e().T) if d else exact, *spans[:: -1 if d else 1])
+                scoring.take(views, turned if d else exact, *spans[:: -1 if d else 1])
         if progress is not None:
             progress(i * m + h * spans[1].stop, n * m)
 
@@ -268,28 +255,13 @@ def _exact_cosines(rows: _Side, columns: _Side, here: slice, there: slice, hidde
 @contextmanager
 def _full_float32() -> Iterator[None]:
     """float32 products are float32 inside: neither TF32 nor bfloat16, whatever was allowed, nor autocast."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [b.fp32_precision for b in backends]
-    try:
-        for b in backends:
-            b.fp32_precision = "ieee"
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        for b, precision in zip(backends, before, strict=True):
-            b.fp32_precision = precision
-
-
-def _inverse(norm: Tensor) -> Tensor:
-    """1 / norm, and 0 for 0: a zero vector stays one."""
-    return torch.where(norm > 0, 1 / norm, 0.0)
-
-
-def _dots(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """float64 products of x [N, D] rows i [n] with y [M, D] rows j [n]: [n], each by itself and always the same."""
-    step = max(1, 2**16 // max(1, x.shape[1]))  # stays in the cache
-    pairs = zip(i.split(step), j.split(step), strict=True)
-    return torch.cat([x.index_select(0, a).double().mul_(y.index_select(0, b)).sum(1) for a, b in pairs])
+    with ExitStack() as stack:
+        for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+            stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+            backend.fp32_precision = "ieee"
+        for device in ("cuda", "cpu"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 class _Side:
@@ -301,7 +273,7 @@ class _Side:
         self.place = torch.full((len(x),), -1, device=x.device)
         self.place[self.rows] = torch.arange(len(self), device=x.device)
         self.norm = norm[self.rows]
-        self.inverse = _inverse(self.norm)
+        self.inverse = torch.where(self.norm > 0, 1 / self.norm, 0.0)  # a zero vector stays one
         # Where float32 can hold all of it, unit rows are made in float32: three roundings, and no float64 copy.
         safe = ((self.norm > 1e-25) & (self.norm < 1e25)) | (self.norm == 0)
         self.factor = self.inverse.float() if x.dtype != torch.float64 and bool(safe.all()) else self.inverse
@@ -309,63 +281,61 @@ class _Side:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def places(self, rows: Array) -> Tensor:
+        return self.place[torch.as_tensor(rows, device=self.x.device)]
+
     def unit(self, at: slice) -> Tensor:
         """float32 rows of norm 1, or 0."""
         return self.x.index_select(0, self.rows[at]).to(self.factor.dtype).mul_(self.factor[at, None]).float()
 
-    def weight(self, gamma_d: float) -> Tensor:
-        """w [n] in float64. A norm below TINY is divided by TINY, as everywhere; w is at least 1e-38."""
-        w = torch.where(
-            self.norm > 0, self.norm / self.norm.clamp_min(TINY).pow(gamma_d), 1.0
-        )  # a zero vector scores 0
+    def weight(self, gamma_d: float) -> tuple[Tensor, float]:
+        """(w [n] in float64, 1e-38 or more; the power of two that it was divided by).
+
+        A norm below TINY is divided by TINY, as everywhere; a zero vector scores 0 by any weight.
+        """
+        w = torch.where(self.norm > 0, self.norm / self.norm.clamp_min(TINY).pow(gamma_d), 1.0)
         if bool(((w - 1).abs() < 1e-9).all()):
-            return torch.ones_like(w)
-        return torch.ldexp(w, -torch.frexp(w.max()).exponent).clamp_min(torch.finfo(torch.float32).tiny)
+            return torch.ones_like(w), 1.0
+        power = 2.0 ** int(torch.frexp(w.max()).exponent)
+        return (w / power).clamp_min(torch.finfo(torch.float32).tiny), power
 
 
-class _Direction:
-    """The relevant pairs [P] of one direction by position, and the exact cosine of each.
-
-    queries [Q] and query, document [P]: positions. start, many [n]: first pair and number of pairs of each position.
-    """
-
-    def __init__(self, qrels: Qrels, asking: _Side, answering: _Side) -> None:
-        self.qrels, self.asking, self.answering = qrels, asking, answering
-        names = (qrels.queries, qrels.numbers, qrels.documents, qrels.offsets)
-        queries, numbers, documents, offsets = (torch.as_tensor(x, device=asking.x.device) for x in names)
-        self.queries = asking.place[queries]
-        self.query, self.document = self.queries[numbers], answering.place[documents]
-        self.start, self.many = torch.zeros((2, len(asking)), dtype=torch.int64, device=asking.x.device)
-        self.start[self.queries], self.many[self.queries] = offsets[:-1], offsets.diff()
-        self.cosine = self.cosines(self.query, self.document)
-
-    def cosines(self, query: Tensor, document: Tensor) -> Tensor:
-        """Exact cosines [n] of single pairs of positions."""
-        asking, answering = self.asking, self.answering
-        dots = _dots(asking.x, answering.x, asking.rows[query], answering.rows[document])
-        return dots * (asking.inverse[query] * answering.inverse[document])
+def _cosines(asking: _Side, answering: _Side, query: Tensor, document: Tensor) -> Tensor:
+    """Exact cosines [n] of single pairs of positions, each by itself and always the same."""
+    x, y, step = asking.x, answering.x, max(1, 2**16 // max(1, asking.x.shape[1]))  # stays in the cache
+    rows = zip(asking.rows[query].split(step), answering.rows[document].split(step), strict=True)
+    dots = torch.cat([x.index_select(0, i).double().mul_(y.index_select(0, j)).sum(1) for i, j in rows])
+    return dots * (asking.inverse[query] * answering.inverse[document])
 
 
 class _Scoring:
     """One ranking of one direction: thresholds, what was counted against them, and the best k.
 
-    threshold [P] float32: scores of the relevant documents; at_least [P]: irrelevant documents that score at least that
-    much; tied [P]: whether one scores exactly that. By position, inf where no document is relevant: least [n], the
-    lowest threshold of a query; kth [n], what a document must score to be among its best [n, k], which are keys.
+    Of the P relevant pairs: threshold [P] float32, their scores; at_least [P]: irrelevant documents that score at least
+    that much; tied [P]: whether one scores exactly that. Of the queries by position: start, many [n], first pair and
+    number of pairs; least [n], the lowest threshold; kth [n], what a document must score to be among the best [n, k],
+    which are keys.
     """
 
-    def __init__(self, direction: _Direction, gamma_d: float, k: int) -> None:
-        self.direction, self.k, n = direction, min(k, len(direction.answering)), len(direction.asking)
-        self.error = (direction.asking.x.shape[1] + 16) * 2.0**-24  # D roundings; unit rows, weights and thresholds: 16
-        self.weight = direction.answering.weight(gamma_d)
+    def __init__(
+        self, qrels: Qrels, sides: tuple[_Side, _Side], pairs: tuple[Tensor, ...], gamma_d: float, k: int
+    ) -> None:
+        """pairs: query and document [P] of the relevant pairs by position, and their exact cosines."""
+        self.qrels, (asking, answering), (asker, answer, cosine) = qrels, sides, pairs
+        self.asking, self.answering, self.k = asking, answering, min(k, len(answering))
+        self.error = (asking.x.shape[1] + 16) * 2.0**-24  # D roundings; unit rows, weights and thresholds: 16
+        self.weight, self.power = answering.weight(gamma_d)
         self.weight32 = self.weight.float()
-        self.threshold = (direction.cosine * self.weight[direction.document]).float()
-        self.at_least = torch.zeros_like(direction.query)
-        self.tied = torch.zeros_like(direction.query, dtype=torch.bool)
-        self.least = self.threshold.new_full((n,), inf).scatter_reduce_(0, direction.query, self.threshold, "amin")
-        self.kth = torch.full_like(self.least, inf)
-        self.kth[direction.queries] = -inf if k else inf
-        self.best = _keys(self.least.new_full((n, self.k), -inf), self.at_least.new_zeros(()))
+        query, offsets = asking.places(qrels.queries), torch.as_tensor(qrels.offsets, device=cosine.device)
+        self.start, self.many = torch.zeros((2, len(asking)), dtype=torch.int64, device=cosine.device)
+        self.start[query], self.many[query] = offsets[:-1], offsets.diff()
+        self.threshold = (cosine * self.weight[answer]).float()
+        self.at_least = torch.zeros_like(cosine, dtype=torch.int64)
+        self.tied = torch.zeros_like(cosine, dtype=torch.bool)
+        self.least, self.kth = self.threshold.new_full((2, len(asking)), inf)
+        self.least.scatter_reduce_(0, asker, self.threshold, "amin")
+        self.kth[query] = -inf if k else inf
+        self.best = _keys(self.least.new_full((len(asking), self.k), -inf), self.start.new_zeros(()))
         self.waiting, self.n_waiting = list[tuple[Tensor, Tensor]](), 0
 
     def take(self, views: list[Tensor], exact: Callable[[], Tensor], queries: slice, documents: slice) -> None:
@@ -403,13 +373,13 @@ class _Scoring:
             return
         query, document = (torch.cat(x) for x in zip(*self.waiting, strict=True))
         self.waiting, self.n_waiting = [], 0
-        score = (self.direction.cosines(query, document) * self.weight[document]).float()
+        score = (_cosines(self.asking, self.answering, query, document) * self.weight[document]).float()
         self.offer(query, document, score)
-        start, many = self.direction.start, self.direction.many
-        for at in (score >= self.least[query]).nonzero().squeeze(1).split(max(1, _AT_ONCE // int(many.max()))):
-            times = many[query[at]]
+        near = (score >= self.least[query]).nonzero().squeeze(1)
+        for at in near.split(max(1, _AT_ONCE // int(self.many.max()))):
+            times = self.many[query[at]]
             at, pair = torch.repeat_interleave(at, times), _numbered(times)
-            pair += start[query[at]]
+            pair += self.start[query[at]]
             reached = score[at] >= self.threshold[pair]
             self.at_least.index_add_(0, pair[reached], torch.ones_like(pair[reached]))
             self.tied[pair[score[at] == self.threshold[pair]]] = True
@@ -420,7 +390,7 @@ class _Scoring:
             bound = scores.topk(min(self.k, scores.shape[1]), dim=1).values[:, -1].maximum(self.kth[queries])
             query, document = (scores >= bound[:, None]).nonzero(as_tuple=True)
             self.offer(query + queries.start, document + documents.start, scores[query, document])
-        start, many = self.direction.start[queries], self.direction.many[queries]
+        start, many = self.start[queries], self.many[queries]
         for slot in range(int(many.max())):
             row = (many > slot).nonzero().squeeze(1)
             pair, part = start[row] + slot, scores if len(row) == len(scores) else scores[row]
@@ -439,7 +409,7 @@ class _Scoring:
         rows, many = query.unique_consecutive(return_counts=True)
         keys = self.best.new_full((len(rows), self.k + int(many.max())), torch.iinfo(torch.int64).min)
         keys[:, : self.k] = self.best[rows]
-        own = _keys(score[better], self.direction.answering.rows[document[better]])
+        own = _keys(score[better], self.answering.rows[document[better]])
         keys[torch.repeat_interleave(many), self.k + _numbered(many)] = own
         self.best[rows] = keys = keys.topk(self.k, dim=1).values
         self.kth[rows] = self.kth[rows].maximum(_of_keys(keys[:, -1])[0])
@@ -447,26 +417,22 @@ class _Scoring:
     def ranking(self) -> Ranking:
         """Counts -> ranks and lists, relevant documents where they rank."""
         self.compare()
-        qrels, first = self.direction.qrels, self.direction.qrels.offsets[:-1]
-        best = _of_keys(self.best[self.direction.queries])[1]
-        value, at_least, tied, ids = (x.cpu().numpy() for x in (self.threshold, self.at_least, self.tied, best))
+        qrels, first = self.qrels, self.qrels.offsets[:-1]
+        best = _of_keys(self.best[self.asking.places(qrels.queries)])
+        arrays = (self.threshold, self.at_least, self.tied, *best)
+        value, at_least, tied, scores, ids = (x.cpu().numpy() for x in arrays)
         before = np.empty(len(value), dtype=np.int64)
         before[np.lexsort((qrels.documents, qrels.gains, -value, qrels.numbers))] = np.arange(len(value))
         ranks = 1 + at_least + before - first[qrels.numbers]
         inside = ranks <= self.k
         at, relevant = (qrels.numbers[inside], ranks[inside] - 1), np.zeros(ids.shape, dtype=bool)
         relevant[at] = True
-        ids = np.take_along_axis(ids, np.maximum(np.cumsum(~relevant, axis=1) - 1, 0), axis=1)
-        ids[at] = qrels.documents[inside]
-        counted = (
-            qrels.queries,
-            qrels.offsets,
-            qrels.documents,
-            qrels.gains,
-            ranks,
-            np.logical_or.reduceat(tied, first),
-        )
-        return Ranking(*counted, ids, relevant, n_documents=len(self.direction.answering.x))
+        place = np.maximum(np.cumsum(~relevant, axis=1) - 1, 0)
+        ids, scores = (np.take_along_axis(x, place, axis=1) for x in (ids, scores))
+        ids[at], scores[at] = qrels.documents[inside], value[inside]
+        tied, top_scores = np.logical_or.reduceat(tied, first), self.power * scores.astype(np.float64)
+        judged = qrels.queries, qrels.offsets, qrels.documents, qrels.gains
+        return Ranking(*judged, ranks, tied, ids, relevant, top_scores, n_documents=len(self.answering.x))
 
 
 def _numbered(many: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from mmclip.embeddings.serving import (
 )
 from mmclip.errors import UserError
 from mmclip.models.metadata import native_exponents
-from mmclip.retrieval.hubness import log_evidence, reversed_exponents
+from mmclip.retrieval.hubness import document_offsets, reversed_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import Direction, Exponents, Normalization, normalize, score
 
@@ -45,7 +45,7 @@ def saved(gamma_q: float = 1.0, gamma_d: float = 0.0, seed: int = 0, n: int = 20
         torch.stack([owner, torch.arange(2 * n)], dim=1),
         [f"i{i}" for i in range(n)],
         owner=owner.tolist(),
-        evidence={"t2i": log_evidence(image, bank, native_exponents(facts), ALPHA)},
+        evidence={"t2i": document_offsets(image, bank, native_exponents(facts), ALPHA)},
         metadata=facts,
         alpha={"i2t": ALPHA},
     )

@@ -8,7 +8,7 @@ import torch
 
 from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank
+from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank
 from mmclip.similarity import SCALE_INIT, Direction, Exponents, mean_norm_factor, score
 from tests.helpers.evaluating import evaluate_clip
 
@@ -46,7 +46,7 @@ def run(d: Embeddings, native: Exponents, **how: object) -> Results:
 @pytest.mark.parametrize("native", [QNORM, Exponents(0.0, 0.0), Exponents(0.4, 0.7), Exponents(1.0, 1.0)])
 def test_t2i_is_ranked_by_the_trained_i2t_matrix(native: Exponents) -> None:
     d, bank = data(), vectors(9, 30)
-    results = run(d, native, scales={Direction.I2T: 2.5}, bank=Bank("train", {"text": bank}))
+    results = run(d, native, scales={Direction.I2T: 2.5}, bank=QueryBank("train", {"text": bank}))
     trained = score(d.image.double(), d.text.double(), native, 2.5)
     evidence = score(d.image.double(), bank.double(), native, 2.5).logsumexp(1)
     owner = [t // 2 for t in range(M)]
@@ -62,7 +62,7 @@ def test_t2i_is_ranked_by_the_trained_i2t_matrix(native: Exponents) -> None:
 
 def test_asym_t2i_is_the_mirror_image() -> None:
     d, bank = data(), vectors(9, 30)
-    results = run(d, QNORM, scales={Direction.T2I: 2.5}, bank=Bank("train", {"image": bank}))
+    results = run(d, QNORM, scales={Direction.T2I: 2.5}, bank=QueryBank("train", {"image": bank}))
     trained = score(d.text.double(), d.image.double(), QNORM, 2.5)  # texts ask
     corrected = (trained - score(d.text.double(), bank.double(), QNORM, 2.5).logsumexp(1)[:, None]).T
     best = [min(int((row >= row[t]).sum()) for t in (2 * i, 2 * i + 1)) for i, row in enumerate(corrected)]
@@ -71,7 +71,7 @@ def test_asym_t2i_is_the_mirror_image() -> None:
 
 
 def test_a_model_trained_both_ways_is_corrected_both_ways() -> None:
-    bank = Bank("train", {"image": vectors(8, 20), "text": vectors(9, 20)})
+    bank = QueryBank("train", {"image": vectors(8, 20), "text": vectors(9, 20)})
     results = run(data(), Exponents(1.0, 1.0), scales={Direction.I2T: 9.0, Direction.T2I: 9.0}, bank=bank)
     for direction in ("i2t", "t2i"):
         numbers = results.json["retrieval"][direction]
@@ -81,7 +81,7 @@ def test_a_model_trained_both_ways_is_corrected_both_ways() -> None:
 
 def test_a_transductive_bank_is_the_pools_own_items_and_says_so() -> None:
     extra = Distractors("more", text=vectors(5, 10))
-    results = run(data(distractors=[extra]), QNORM, scales={Direction.I2T: 2.5}, bank=Bank(TRANSDUCTIVE))
+    results = run(data(distractors=[extra]), QNORM, scales={Direction.I2T: 2.5}, bank=QueryBank(TRANSDUCTIVE))
     for pool, size in (("retrieval", M), ("more", M + 10)):
         facts = results.pools[pool]["retrieval"]["t2i"][CORRECTED]
         assert facts["transductive"] and facts["bank_size"] == size
@@ -89,14 +89,14 @@ def test_a_transductive_bank_is_the_pools_own_items_and_says_so() -> None:
 
 def test_a_scale_that_is_not_told_is_calibrated_and_says_so() -> None:
     d = data()
-    results = run(d, QNORM, scales={Direction.I2T: None}, bank=Bank("train", {"text": vectors(9, 30)}))
+    results = run(d, QNORM, scales={Direction.I2T: None}, bank=QueryBank("train", {"text": vectors(9, 30)}))
     facts = results.json["retrieval"]["t2i"][CORRECTED]
     lengths = mean_norm_factor(d.image, d.text, QNORM)
     assert facts["alpha"] == pytest.approx(SCALE_INIT / lengths) and facts["alpha_source"] == "calibrated"
 
 
 def test_without_a_bank_or_without_training_nothing_is_corrected() -> None:
-    bank = Bank("train", {"image": vectors(8, 20), "text": vectors(9, 20)})
+    bank = QueryBank("train", {"image": vectors(8, 20), "text": vectors(9, 20)})
     assert set(run(data(), QNORM, scales={Direction.I2T: 2.5}).json["retrieval"]["t2i"]) & {REVERSED, CORRECTED} == {
         REVERSED
     }

@@ -10,7 +10,7 @@ from mmclip.embeddings.files import Embeddings
 from mmclip.evaluation.comparison import group_by_seed
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.reporting.run_tables import seeds_table
-from mmclip.retrieval.hubness import Bank
+from mmclip.retrieval.hubness import QueryBank
 from mmclip.similarity import Direction, Exponents
 from tests.helpers.evaluating import evaluate_clip
 
@@ -24,7 +24,7 @@ def run(seed: int, loss: str = "asym-i2t", norm: str = "qnorm", noise: float = 0
     names = [str(i) for i in range(N)]
     data = Embeddings(image, text, torch.arange(N)[:, None].repeat(1, 2), names, names)
     facts = {"model": model, "seed": seed, "trained_with": {"loss": loss, "norm": norm, "i2t_weight": 1.0}}
-    bank = Bank("train", {"text": torch.randn(50, 8, generator=gen)})
+    bank = QueryBank("train", {"text": torch.randn(50, 8, generator=gen)})
     return evaluate_clip(data, Exponents(1.0, 0.0), facts, scales={Direction.I2T: 2.0}, bank=bank, resamples=50)
 
 

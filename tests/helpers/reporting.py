@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import Results, save_results
-from mmclip.retrieval.hubness import TRANSDUCTIVE, Bank
+from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank
 from mmclip.similarity import Direction, Exponents
 from tests.helpers.evaluating import evaluate_clip
 
@@ -58,7 +58,7 @@ def make_run(
         "versions": {"mmclip": "0.1.0"},
         **about,
     }
-    backwards: Any = {"scales": {Direction.I2T: 2.0}, "bank": Bank(TRANSDUCTIVE)} if bank else {}
+    backwards: Any = {"scales": {Direction.I2T: 2.0}, "bank": QueryBank(TRANSDUCTIVE)} if bank else {}
     results = evaluate_clip(planted(0, noise, captions), native, facts, resamples=30, **backwards)
     save_results(results, folder)
     (folder / "config.yaml").write_text(f"loss: {loss}\nnorm: {norm}\nlr: 0.001\n", encoding="utf-8")

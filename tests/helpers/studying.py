@@ -11,7 +11,7 @@ import torch
 from mmclip.config import StudyConfig, TrainConfig
 from mmclip.embeddings.files import Embeddings
 from mmclip.evaluation.results import Results
-from mmclip.retrieval.hubness import Bank
+from mmclip.retrieval.hubness import QueryBank
 from mmclip.similarity import Direction, Exponents, Normalization
 from mmclip.study.arms import Arm
 from mmclip.study.plan import StudyPlan, plan_study
@@ -69,7 +69,7 @@ def planted_run(
         "data": {"path": "planted", "split": "val"},
     }
     directions = [d for d, w in ((Direction.I2T, weight), (Direction.T2I, 1 - weight)) if w > 0]
-    evidence = Bank("train", {"text": text[::2], "image": image[::2]}) if bank else None
+    evidence = QueryBank("train", {"text": text[::2], "image": image[::2]}) if bank else None
     pairs = torch.stack([own, torch.arange(len(own))], 1)
     keys, captions = [f"k{i}" for i in range(N)], [f"caption {t}" for t in range(len(own))]
     data = Embeddings(image, text, pairs, keys, captions)

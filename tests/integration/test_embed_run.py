@@ -24,7 +24,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import EvalSource, draw_bank
 from mmclip.models.factory import ClipModel
 from mmclip.models.metadata import native_exponents
-from mmclip.retrieval.hubness import log_evidence
+from mmclip.retrieval.hubness import document_offsets
 from tests.helpers.evaluating import evaluate_clip
 from tests.helpers.tiny import run_script
 
@@ -81,7 +81,7 @@ def test_the_evidence_is_that_of_drawn_training_captions(
     alpha = model.metadata["logit_scale_i2t"]
     assert saved.alpha == {"i2t": alpha, "t2i": None}
     bank = bank_of(tiny_data, "text", model, BANK_SIZE)
-    wanted = log_evidence(saved.image, bank, native_exponents(model.metadata), alpha)
+    wanted = document_offsets(saved.image, bank, native_exponents(model.metadata), alpha)
     assert torch.allclose(saved.evidence["t2i"], wanted, atol=1e-4)
     assert saved.bank["size"] == {"text": BANK_SIZE} and saved.bank["name"].endswith("[train]")
 
@@ -98,7 +98,7 @@ def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny
     found, other = load_embeddings(path), load_model(str(folder))
     assert {d: len(e) for d, e in found.evidence.items()} == {"i2t": 120, "t2i": 24}
     images = bank_of(tiny_data, "image", other, 9)
-    wanted = log_evidence(found.text, images, native_exponents(facts), 2.0)  # texts asked images: the trained t2i
+    wanted = document_offsets(found.text, images, native_exponents(facts), 2.0)  # texts asked images: the trained t2i
     assert torch.allclose(found.evidence["i2t"], wanted, atol=1e-4)
     assert found.bank["size"] == {"image": 9, "text": 9} and found.bank["overlap"] == {"image": 0, "text": 0}
 

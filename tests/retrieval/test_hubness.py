@@ -9,10 +9,10 @@ from mmclip.errors import UserError
 from mmclip.models.metadata import trained_directions, trained_scales
 from mmclip.retrieval.hubness import (
     bank_side,
-    corrected_candidates,
-    corrected_queries,
-    log_evidence,
+    document_offsets,
     reversed_exponents,
+    with_offset,
+    with_one,
 )
 from mmclip.similarity import Direction, Exponents, Normalization, score
 
@@ -29,18 +29,16 @@ def test_the_extra_dimension_gives_the_scores_less_the_evidence(gq, gd, alpha, s
     image, text, bank = (_vectors(seed + i, n) for i, n in enumerate((7, 5, 9)))
     trained = score(image.double(), text.double(), exponents, alpha)  # [image, text]: the trained direction, i2t
     naive = trained - score(image.double(), bank.double(), exponents, alpha).exp().mean(1).log()[:, None]
-    evidence = log_evidence(image, bank, exponents, alpha)
-    found = (
-        corrected_queries(text, exponents).double() @ corrected_candidates(image, evidence, exponents, alpha).double().T
-    )
+    evidence = document_offsets(image, bank, exponents, alpha)
+    found = with_one(text, exponents).double() @ with_offset(image, evidence, exponents, alpha).double().T
     assert torch.allclose(alpha * found, naive.T, rtol=1e-5, atol=1e-4 * alpha)
 
 
 def test_blocks_change_nothing():
     image, bank = _vectors(0, 50), _vectors(1, 40)
-    whole = log_evidence(image, bank, Normalization.QNORM.exponents, 2.0)
+    whole = document_offsets(image, bank, Normalization.QNORM.exponents, 2.0)
     assert torch.allclose(
-        whole, log_evidence(image, bank, Normalization.QNORM.exponents, 2.0, block_bytes=1), atol=1e-12
+        whole, document_offsets(image, bank, Normalization.QNORM.exponents, 2.0, block_bytes=1), atol=1e-12
     )
 
 
@@ -61,12 +59,14 @@ def test_an_offset_of_a_whole_row_is_taken_away():
     shifted = torch.cat([image, shift[:, None]], dim=1)
     flat = torch.cat([image, torch.zeros(4, 1)], dim=1)
     dot = Normalization.DOT.exponents
-    assert torch.allclose(log_evidence(shifted, ones(bank), dot, 1.0) - shift, log_evidence(flat, ones(bank), dot, 1.0))
+    assert torch.allclose(
+        document_offsets(shifted, ones(bank), dot, 1.0) - shift, document_offsets(flat, ones(bank), dot, 1.0)
+    )
 
 
 def test_huge_scores_stay_finite():
     image, bank = _vectors(0, 4) * 1e3, _vectors(1, 30) * 1e3
-    assert log_evidence(image, bank, Normalization.DOT.exponents, 100.0).isfinite().all()
+    assert document_offsets(image, bank, Normalization.DOT.exponents, 100.0).isfinite().all()
 
 
 def test_the_bank_holds_documents_of_the_trained_direction():
@@ -83,7 +83,7 @@ def test_the_bank_holds_documents_of_the_trained_direction():
 )
 def test_unusable_banks_are_told(bank, alpha, says):
     with pytest.raises(UserError, match=says):
-        log_evidence(_vectors(0, 4), bank, Normalization.DOT.exponents, alpha)
+        document_offsets(_vectors(0, 4), bank, Normalization.DOT.exponents, alpha)
 
 
 def test_trained_directions_follow_loss_and_weight():
