@@ -193,7 +193,8 @@ def _ranked(
 
 def _shortened(rankings: Mapping[str, Ranking], k: int) -> dict[str, Ranking]:
     """The rankings with lists of at most ``k``; scorings that rank alike still share one."""
-    cut = {id(r): replace(r, top_ids=r.top_ids[:, :k], top_relevant=r.top_relevant[:, :k]) for r in rankings.values()}
+    lists = ("top_ids", "top_relevant", "top_scores")
+    cut = {id(r): replace(r, **{x: getattr(r, x)[:, :k] for x in lists}) for r in rankings.values()}
     return {name: cut[id(r)] for name, r in rankings.items()}
 
 
