@@ -18,7 +18,7 @@ from mmclip.config import AdviseConfig
 from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
 from mmclip.io import flat, json_text, output_folder, write_text_atomically
-from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
+from mmclip.metrics.fisher import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.similarity import TINY, Direction, Normalization, magnitude, mean_norm_factor
 from mmclip.tasks.advise import (

@@ -15,10 +15,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mmclip.metrics import RESAMPLES, auc, geometry
+from mmclip.metrics import RESAMPLES, fisher_report, geometry
 from mmclip.metrics import magnitude as diagnostics
-from mmclip.metrics.fisher_report import RESAMPLES as FISHER_RESAMPLES
-from mmclip.metrics.fisher_report import fisher_report
+from mmclip.metrics.fisher import FISHER_RESAMPLES
 from mmclip.metrics.magnitude import Effect, Json
 from mmclip.retrieval.ranking import Ranking, as_floats
 from mmclip.similarity import (
@@ -130,7 +129,7 @@ def diagnose(
     at = [torch.as_tensor(x, device=query.device) for x in pair_rows]
     section: Json = {
         "magnitude": {role: diagnostics.summary(x) for role, x in lengths.items()},
-        "auc": diagnostics.with_reasons(auc.length_auc(lengths["document"], *reference, **how)),
+        "auc": diagnostics.with_reasons(diagnostics.magnitude_auc(lengths["document"], *reference, **how)),
         "text_length": _text_length(lengths, texts, reference, how),
         "hubness": diagnostics.with_reasons(
             {
@@ -175,7 +174,7 @@ def _text_length(
         left, reason = without_text_length(lengths["document"], texts["document"])
         effects: dict[str, Effect] = dict.fromkeys(("topk", "corpus", "pairs"), (None, reason))
         if left is not None:
-            effects = diagnostics.length_effects(left, *reference, **how)
+            effects = diagnostics.cohens_d(left, *reference, **how)
         section["cohens_d"] = diagnostics.with_reasons(effects)
     return section
 

@@ -268,23 +268,22 @@ def _norms(
         f"{prefix}/topk_moments": magnitudes.split_moments(x[cosine.top_ids], cosine.top_relevant),
         f"{prefix}/length_level": np.array([level]),
     }
-    effects = magnitudes.length_effects(norms, cosine, clusters, data.clusters[side], **how)
+    effects = magnitudes.cohens_d(norms, cosine, clusters, data.clusters[side], **how)
     follows = {
         name: magnitudes.spearman(norms[v >= 0], v[v >= 0])
         for name, v in data.attributes[side].items()
         if v.dtype != object and name not in UNITS
     }
-    lists = (cosine.top_ids, cosine.top_relevant, clusters)
     return {
         **magnitudes.summary(norms),
         "cohens_d": magnitudes.with_reasons(effects),
         "spearman": magnitudes.with_reasons(follows),
         "by_document": {
-            name: magnitudes.by_document_group(norms, group, names, *lists, **how)
+            name: magnitudes.by_document_group(norms, group, names, cosine, clusters, **how)
             for name, group, names in _groups(data, side)
         },
         "by_query": {
-            name: magnitudes.by_query_group(norms, group[cosine.queries], names, *lists, **how)
+            name: magnitudes.by_query_group(norms, group[cosine.queries], names, cosine, clusters, **how)
             for name, group, names in _groups(data, direction.query_side)
         },
     }

@@ -23,6 +23,9 @@ from mmclip.metrics.bootstrap import (
     paired_difference,
     several,
 )
+from mmclip.metrics.fisher import fisher_report
+from mmclip.metrics.geometry import effective_rank, hubness
+from mmclip.metrics.magnitude import cohens_d, magnitude_auc
 from mmclip.metrics.rank import RATES, TEXT_RATES, clamped, cutoff, per_query, success_at
 from mmclip.metrics.significance import holm, randomization_p, smallest_detectable
 
@@ -37,11 +40,16 @@ __all__ = [
     "clamped",
     "cluster_counts",
     "cluster_sums",
+    "cohens_d",
     "cutoff",
+    "effective_rank",
     "estimate",
     "finite_interval",
+    "fisher_report",
     "holm",
+    "hubness",
     "interval",
+    "magnitude_auc",
     "mean_interval",
     "mean_intervals",
     "mean_samples",

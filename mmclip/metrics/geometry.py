@@ -1,9 +1,8 @@
-"""How vectors lie: anisotropy, effective rank, modality gap, hubs, entanglement of length with angle, softmax entropy.
+"""Geometry of raw embeddings: anisotropy, effective rank, modality gap, hubness, entanglement, softmax entropy.
 
 Every number is exact and costs time linear in the items for a fixed D, in blocks of ``BLOCK_ROWS`` rows; only the
-entropy of score rows, which meets every document, is taken over queries that the caller chooses. No formula of the
-similarity is here: angles and scores come from :mod:`mmclip.similarity`. A number that cannot be had is None with a
-reason beside it.
+entropy of score rows, which needs every document, is taken over queries that the caller chooses. A number that does not
+exist is None with a reason beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from scipy.stats import skew
 from torch import Tensor
 
 from mmclip.metrics.magnitude import Effect, Json
-from mmclip.retrieval.ranking import BLOCK_BYTES
+from mmclip.retrieval import BLOCK_BYTES
 from mmclip.similarity import Exponents, magnitude, normalize, score
 
 BLOCK_ROWS = 4096  # vectors handled at once
@@ -32,10 +31,10 @@ def _mean_direction(x: Tensor) -> Tensor:
 
 
 def anisotropy(x: Tensor) -> tuple[float | None, str | None]:
-    """Mean cosine of two different rows of x [N, D], over all pairs, -1 to 1 (Ethayarajh 2019, there by sampling).
+    """Mean cosine of two different rows of x [N, D], over all pairs, -1 to 1 (Ethayarajh 2019, by sampling).
 
-    The squared length of the sum of unit vectors holds every pair twice and every vector with itself once, so the mean
-    over all pairs needs one pass: (|sum of units|**2 - N) / (N (N - 1)). A zero vector has cosine 0 with all.
+    The squared norm of the sum of unit vectors holds every pair twice and every vector with itself once:
+    (|sum of units|**2 - N) / (N (N - 1)). A zero vector has cosine 0 with all.
 
     >>> round(anisotropy(torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]]))[0], 6)  # cosines 0, 1, 0
     0.333333
@@ -64,7 +63,7 @@ def participation_ratio(eigenvalues: Tensor) -> float:
 
 
 def effective_rank(x: Tensor) -> Effect:
-    """How many dimensions the raw rows of x [N, D] spread over: {"participation", "entropy", "at_most"}.
+    """Number of dimensions that the raw rows of x [N, D] spread over: {"participation", "entropy", "at_most"}.
 
     participation    tr(C)**2 / |C|_F**2 of the covariance C
     entropy          exp(entropy of s / sum s), s the singular values of the centred rows (Roy & Vetterli 2007)
@@ -88,7 +87,7 @@ def effective_rank(x: Tensor) -> Effect:
 
 
 def hubness(top_ids: Array, n_documents: int) -> Effect:
-    """Whether few documents are among the best of many queries: top_ids [Q, k] -> {"skewness", "largest", ...}.
+    """Concentration of lists top_ids [Q, k] on few documents: {"skewness", "largest", "never", "k"}.
 
     N_k(j) counts the queries that have document j among their k best. "skewness" is its third standardized moment over
     the documents (Radovanovic et al. 2010): near 0 without hubs, large with them. "largest" is the greatest N_k as a
@@ -111,20 +110,20 @@ def hubness(top_ids: Array, n_documents: int) -> Effect:
 def entanglement(query: Tensor, document: Tensor) -> Effect:
     """Pearson correlation of log(|q| |d|) with cos(q, d) over P relevant pairs, query [P, D] and document [P, D].
 
-    Returns ({"value", "n"}, None). As PACE reports it: near 0 where length and angle are separate channels, negative
-    where length makes up for a wide angle.
+    Returns ({"value", "n"}, None). As PACE reports it: near 0 where norm and angle are separate channels, negative
+    where the norm makes up for a wide angle.
     """
-    log_lengths, cosines = [], []
+    log_norms, cosines = [], []
     for q, d in zip(query.split(BLOCK_ROWS), document.split(BLOCK_ROWS), strict=True):
-        log_lengths.append((magnitude(q.double()) * magnitude(d.double())).log())
+        log_norms.append((magnitude(q.double()) * magnitude(d.double())).log())
         cosines.append((normalize(q.double(), 1.0) * normalize(d.double(), 1.0)).sum(-1))
-    a, b = torch.cat(log_lengths), torch.cat(cosines)
+    a, b = torch.cat(log_norms), torch.cat(cosines)
     if len(a) < 3:
         return None, f"{len(a)} pairs: a correlation needs 3"
     if not bool(a.isfinite().all()):
-        return None, "a vector of length 0 has no angle"
+        return None, "a vector of norm 0 has no angle"
     if float(a.std()) < 1e-6 or float(b.std()) < 1e-6:
-        return None, "lengths or angles do not vary"
+        return None, "norms or angles do not vary"
     return {"value": float(torch.corrcoef(torch.stack([a, b]))[0, 1]), "n": len(a)}, None
 
 
@@ -133,8 +132,7 @@ def row_entropy(
 ) -> Array:
     """Entropy in nats, 0 to log N, of each query's softmax over all documents: query [Q, D], document [N, D] -> [Q].
 
-    alpha: the scale of the scores, not the effective scale. Small: the query is sure of one document; log N: it does
-    not tell them apart.
+    alpha: the scale of the scores, not the effective scale. 0: all mass on one document; log N: uniform.
     """
     rows = max(1, block_bytes // (_BYTES_PER_SCORE * len(document)))
     parts = []

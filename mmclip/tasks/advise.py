@@ -67,7 +67,7 @@ from mmclip.evaluation.eval_set import EvalSource
 from mmclip.io import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.losses import ContrastiveLoss, PositiveMask, mask_from_matrix
 from mmclip.metrics import DETECTABLE, mean_samples, over_seeds
-from mmclip.metrics.fisher_report import PER_DIMENSION
+from mmclip.metrics.fisher import PER_DIMENSION
 from mmclip.models.factory import load_clip
 from mmclip.reporting.table import NO, Cell, Table, make_console
 from mmclip.retrieval import Qrels, as_floats, rank

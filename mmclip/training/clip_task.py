@@ -25,7 +25,7 @@ from mmclip.evaluation.evaluate import evaluate_model, quick_rates
 from mmclip.evaluation.results import Results
 from mmclip.evaluation.zero_shot import Classes, ZeroShot, open_classes
 from mmclip.losses import ContrastiveLoss, LossOutput, clip_loss, mask_from_ids, schedule
-from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
+from mmclip.metrics.fisher import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.models.export import export_clip
 from mmclip.models.factory import ClipModel, build_model

@@ -30,7 +30,7 @@ from mmclip.evaluation.evaluate import evaluate, quick_rates
 from mmclip.evaluation.results import Results
 from mmclip.losses import ContrastiveLoss, LossOutput, mask_from_judgments, text_loss
 from mmclip.losses.positives import codes_of
-from mmclip.metrics.fisher_report import PER_DIMENSION, fisher_report
+from mmclip.metrics.fisher import PER_DIMENSION, fisher_report
 from mmclip.metrics.rank import TEXT_RATES
 from mmclip.models.export import export_text
 from mmclip.models.metadata import text_metadata, versions

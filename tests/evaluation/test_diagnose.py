@@ -13,7 +13,7 @@ from mmclip.evaluation import diagnostics as module
 from mmclip.evaluation.diagnostics import diagnose, without_text_length
 from mmclip.evaluation.eval_set import text_sizes
 from mmclip.metrics import fisher, geometry
-from mmclip.metrics.magnitude import TOP_K, length_effects
+from mmclip.metrics.magnitude import TOP_K, cohens_d
 from mmclip.retrieval.ranking import rank
 from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization, mean_norm_factor, score
 
@@ -51,7 +51,7 @@ def test_relevant_documents_longer_by_a_known_factor_are_found_at_that_factor(fa
     d = (factor - 1) / pooled
     area = stats.norm.cdf((factor - 1) / (0.1 * np.sqrt(1 + factor**2)))
     lengths = document.norm(dim=1).numpy()
-    effects = length_effects(lengths, cosine, cosine.queries, np.arange(len(document)), **HOW)
+    effects = cohens_d(lengths, cosine, cosine.queries, np.arange(len(document)), **HOW)
     for name in ("topk", "corpus"):
         lo, hi = effects[name][0]["ci"]
         assert lo <= d <= hi, name
@@ -136,7 +136,7 @@ def test_length_that_only_follows_the_text_is_gone_without_it():
     section, cosine = run(
         query, document, pairs, text_length={"document": units, "query": {"words": np.arange(QUERIES)}}
     )
-    raw = length_effects(document.norm(dim=1).numpy(), cosine, cosine.queries, np.arange(len(document)), **HOW)
+    raw = cohens_d(document.norm(dim=1).numpy(), cosine, cosine.queries, np.arange(len(document)), **HOW)
     assert raw["topk"][0]["value"] > 2
     assert abs(section["text_length"]["cohens_d"]["topk"]["value"]) < 0.2
     assert section["text_length"]["document"]["words"]["value"] > 0.9

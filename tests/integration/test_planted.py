@@ -17,8 +17,7 @@ from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.comparison import verdict
 from mmclip.evaluation.diagnostics import diagnose
 from mmclip.evaluation.results import Results
-from mmclip.metrics.auc import length_auc
-from mmclip.metrics.magnitude import length_effects
+from mmclip.metrics import cohens_d, magnitude_auc
 from mmclip.retrieval.ranking import Ranking, rank
 from mmclip.similarity import Exponents, Normalization
 from tests.helpers.evaluating import evaluate_clip
@@ -92,7 +91,7 @@ def test_intervals_of_d_and_of_auc_cover_what_was_planted(d):
     for seed in range(SEEDS):
         data, lengths = planted(seed, d)
         reference = ranked(data)
-        for measure, truth in ((length_effects, d), (length_auc, area)):
+        for measure, truth in ((cohens_d, d), (magnitude_auc, area)):
             effects = measure(lengths, *reference, resamples=RESAMPLES, seed=seed)
             for name in ("topk", "corpus"):
                 value = effects[name][0]
@@ -118,7 +117,7 @@ def test_d_and_auc_have_the_planted_sign_on_every_reference_set(d):
     data, lengths = planted(0, d)
     reference = ranked(data)
     how = {"resamples": RESAMPLES, "seed": 0}
-    effects, areas = length_effects(lengths, *reference, **how), length_auc(lengths, *reference, **how)
+    effects, areas = cohens_d(lengths, *reference, **how), magnitude_auc(lengths, *reference, **how)
     for name in ("topk", "corpus", "pairs"):
         signed = np.sign(d) * np.array(effects[name][0]["ci"])
         areas_signed = np.sign(d) * (np.array(areas[name][0]["ci"]) - 0.5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mmclip.metrics import magnitude as diagnostics
+from mmclip.retrieval import Ranking
 
 HOW = {"resamples": 300, "seed": 0}
 
@@ -24,6 +26,14 @@ def planted(rng, d, n=4000, k=10):
     relevant = np.zeros_like(x, dtype=bool)
     relevant[:, 0] = True
     return x + 2.0 * d * relevant, relevant
+
+
+def ranked(offsets, documents, n: int) -> Ranking:
+    """A ranking of which only relevance matters: lists are empty."""
+    documents, q = np.asarray(documents), len(offsets) - 1
+    none = np.zeros((q, 1), dtype=np.int64)
+    ones = np.ones(len(documents))
+    return Ranking(np.arange(q), np.asarray(offsets), documents, ones, ones, none[:, 0] > 0, none, none > 0, none, n)
 
 
 @pytest.mark.parametrize("d", [-0.5, 0.0, 1.5, 5.0])
@@ -53,7 +63,7 @@ def test_pairs_equal_the_pairs_written_out():
     rng = np.random.default_rng(0)
     lengths = rng.uniform(1, 3, size=7)
     offsets, documents = np.array([0, 3, 4, 6]), np.array([0, 1, 5, 2, 0, 6])
-    value, _ = diagnostics.pairs_effect(lengths, offsets, documents, np.arange(3), **HOW)
+    value, _ = diagnostics.cohens_d(lengths, ranked(offsets, documents, 7), np.arange(3), np.arange(7), **HOW)["pairs"]
     relevant = lengths[documents]
     irrelevant = []
     for q in range(3):
@@ -66,16 +76,18 @@ def test_pairs_equal_the_pairs_written_out():
 def test_balanced_pairs_are_degenerate_and_say_so():
     lengths = np.random.default_rng(0).uniform(1, 2, size=4)
     offsets, documents = np.arange(21), np.repeat(np.arange(4), 5)
-    value, reason = diagnostics.pairs_effect(lengths, offsets, documents, np.arange(20), **HOW)
+    found = diagnostics.cohens_d(lengths, ranked(offsets, documents, 4), np.arange(20), np.arange(4), **HOW)
+    value, reason = found["pairs"]
     assert (value, reason) == (None, "degenerate: every candidate is relevant to 5 queries")
 
 
 def test_corpus_compares_documents_not_pairs():
     lengths = np.array([5.0, 5.5, 6.0, 1.0, 1.2, 0.8])
-    value, _ = diagnostics.corpus_effect(lengths, np.array([0, 0, 0, 1, 2]), np.arange(6), **HOW)
+    some, every = (ranked(np.arange(len(d) + 1), d, 6) for d in ([0, 0, 0, 1, 2], range(6)))
+    value, _ = diagnostics.cohens_d(lengths, some, np.arange(5), np.arange(6), **HOW)["corpus"]
     assert value["value"] == pytest.approx(naive_d(lengths[:3], lengths[3:]))
     assert (value["n_relevant"], value["n_irrelevant"]) == (3, 3)
-    assert diagnostics.corpus_effect(lengths, np.arange(6), np.arange(6), **HOW)[1] == (
+    assert diagnostics.cohens_d(lengths, every, np.arange(6), np.arange(6), **HOW)["corpus"][1] == (
         "every candidate is relevant to some query"
     )
 
@@ -148,7 +160,8 @@ def test_groups_of_documents_and_of_queries():
     group = np.arange(40) % 2
     top_ids = np.array([rng.permutation(40)[:10] for _ in range(30)])
     top_relevant = rng.random((30, 10)) < 0.3
-    args = (["a", "b"], top_ids, top_relevant, np.arange(30))
+    lists = replace(ranked(np.arange(31), np.arange(30), 40), top_ids=top_ids, top_relevant=top_relevant)
+    args = (["a", "b"], lists, np.arange(30))
     rows = diagnostics.by_document_group(lengths, group, *args, **HOW)
     inside = group[top_ids] == 1
     x = lengths[top_ids]

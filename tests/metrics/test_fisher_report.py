@@ -10,9 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmclip.metrics import fisher_report as report_module
-from mmclip.metrics.fisher import document_fisher, log10_kappa, query_fisher
-from mmclip.metrics.fisher_report import fisher_report, four_matrices, matched_pairs
+from mmclip.metrics import fisher as report_module
+from mmclip.metrics.fisher import (
+    document_fisher,
+    fisher_report,
+    four_matrices,
+    log10_kappa,
+    matched_pairs,
+    query_fisher,
+)
 from mmclip.similarity import Exponents, mean_norm_factor
 
 DIM = 16
@@ -176,7 +182,7 @@ def test_what_has_no_condition_number_says_why():
         assert saturated[name]["log10_kappa"] is None
         assert "saturated" in saturated[name]["log10_kappa_reason"]
     d[3] = 0
-    assert report_of(q, d)["reason"] == "1 sampled vectors have length 0 and no direction"
+    assert report_of(q, d)["reason"] == "1 sampled vectors have norm 0 and no direction"
 
 
 def test_the_four_are_named_by_role_and_exponent():

@@ -97,8 +97,8 @@ def test_planted_entanglement_has_its_sign_and_impossible_ones_a_reason():
     cosines = (q * d).sum(1, keepdim=True)
     for sign in (-1, 1):
         assert geometry.entanglement(q, d * torch.exp(sign * 2 * cosines))[0]["value"] == pytest.approx(sign)
-    assert geometry.entanglement(q, d) == (None, "lengths or angles do not vary")
-    assert geometry.entanglement(q * 0, d) == (None, "a vector of length 0 has no angle")
+    assert geometry.entanglement(q, d) == (None, "norms or angles do not vary")
+    assert geometry.entanglement(q * 0, d) == (None, "a vector of norm 0 has no angle")
     assert "needs 3" in geometry.entanglement(q[:2], d[:2])[1]
 
 
