@@ -170,6 +170,11 @@ def measured(script: str | Path, spec: Json, name: str, python: str = sys.execut
     return None
 
 
+def by_name(script: str, spec: Json) -> Callable[[str], Json | None]:
+    """:func:`measured` of a contestant, whose name is the spec's."""
+    return lambda name: measured(script, {**spec, "name": name}, name)
+
+
 def row(name: str, of: Mapping[str, Any]) -> str:
     return f"{name:28} {of['seconds']:9.3f} s {of['cpu']:9.3f} s of CPU {of['mib']:9.1f} MiB"
 

@@ -294,9 +294,7 @@ def compare(args: argparse.Namespace, device: str) -> int:
     for batch in args.batch_sizes:
         print(f"\nB = {batch:,}", flush=True)
         spec = {**base, "kind": "step", "batch": batch}
-        found = harness.take_turns(
-            names, args.rounds, lambda name, spec=spec: harness.measured(__file__, {**spec, "name": name}, name)
-        )
+        found = harness.take_turns(names, args.rounds, harness.by_name(__file__, spec))
         of = {name: harness.medians(rounds) for name, rounds in found.items()}
         print(f"medians of {args.rounds}:")
         for name, now in of.items():
