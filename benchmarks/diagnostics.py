@@ -168,13 +168,13 @@ def measure(spec: Json) -> Json:
     from mmclip.similarity import SCALE_INIT, Exponents, mean_norm_factor
 
     exponents = Exponents(0.5, 0.5)
-    form = mmclip_form if spec["form"] == "mmclip" else dense_form
+    form = mmclip_form if spec["name"] == "mmclip" else dense_form
     with torch.no_grad():
-        form(spec["name"], *vectors(100, spec["dim"]), exponents, 1.0)  # imports and caches
+        form(spec["measure"], *vectors(100, spec["dim"]), exponents, 1.0)  # imports and caches
         q, d = vectors(spec["size"], spec["dim"])
         alpha = SCALE_INIT / mean_norm_factor(q, d, exponents)
         before, start = harness.settled_mib(), harness.clocks()
-        values = form(spec["name"], q, d, exponents, alpha)
+        values = form(spec["measure"], q, d, exponents, alpha)
         took = harness.spent(start)
     return {**took, "mib": harness.peak_mib() - before, "values": values}
 
@@ -190,11 +190,9 @@ def compete(args: argparse.Namespace, _: Path) -> int:
         ratio = grows = ""
         for size in sorted(args.sizes):
             print(f"\n{name}, N = {size:,}", flush=True)
-            spec = {"name": name, "size": size, "dim": args.dim, "threads": args.threads}
+            spec = {"measure": name, "size": size, "dim": args.dim, "threads": args.threads}
             forms = FORMS if limit is None or size <= limit else FORMS[:1]
-            found = harness.take_turns(
-                forms, args.rounds, lambda form, spec=spec: harness.measured(__file__, {**spec, "form": form}, form)
-            )
+            found = harness.take_turns(forms, args.rounds, harness.by_name(__file__, spec))
             of = {form: medians(rounds) for form, rounds in found.items()}
             for form, now in of.items():
                 print(row(f"{form}, median of {args.rounds}", now))

@@ -143,7 +143,7 @@ def compete(args: argparse.Namespace, _: Path) -> int:
             memory = harness.of_memory(of["mmclip"]["mib"], of["clip-benchmark"]["mib"])
             last.append(f"N = {images:,}, ratio: {wall:.1f} times as fast ({cpu:.1f} by CPU time), {memory}")
     if args.plot and not harness.FAILED:
-        harness.draw(args.plot, about, table, ("images", "images, each with its captions"), CONTESTANTS)
+        harness.draw(args.plot, about, table, ("images", "images, each with its captions"), list(CONTESTANTS))
     return harness.finish(args, about, table, last, good)
 
 

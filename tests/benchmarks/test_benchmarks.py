@@ -172,7 +172,7 @@ SMALL_DIAGNOSTICS = ("--measures", "anisotropy", "--sizes", 60, 90, "--dim", 5, 
     ("loss", '"agreement"|"ClipLoss"', SMALL_LOSS),
     ("loss", '"bytes"', ("--ranks", 2, *SMALL_LOSS)),
     ("diagnostics", '"dense"', SMALL_DIAGNOSTICS),
-    ("diagnostics", '"form": "mmclip"', SMALL_DIAGNOSTICS),
+    ("diagnostics", '"name": "mmclip"', SMALL_DIAGNOSTICS),
     ("retrieval", '"clip-benchmark"', ("--images", 40, "--dim", 8, "--rounds", 1)),
     ("encoding", '"contestant": "open_clip"', ("--images", 8, "--batch-size", 4, "--rounds", 2, "--workers", 0)),
 ])  # fmt: skip
