@@ -128,11 +128,7 @@ def compete(args: argparse.Namespace, _: Path) -> int:
     for images in args.images:
         print(f"\n{images} images x {images * args.captions} captions")
         spec = {**{name: getattr(args, name) for name in SPEC}, "images": images}
-        found = harness.take_turns(
-            list(CONTESTANTS),
-            args.rounds,
-            lambda name, spec=spec: harness.measured(__file__, {**spec, "name": name}, name),
-        )
+        found = harness.take_turns(list(CONTESTANTS), args.rounds, harness.by_name(__file__, spec))
         of = {name: medians(rounds) for name, rounds in found.items()}
         for name, now in of.items():
             print(row(f"{name}, median of {args.rounds}", now))
