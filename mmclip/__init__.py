@@ -3,6 +3,7 @@
 The public names are imported on first use, so that ``import mmclip`` and ``mmclip --help`` need no torch.
 """
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
@@ -24,12 +25,10 @@ __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        from importlib import import_module
-
-        module, _, attribute = _HOME[name].rpartition(".")
-        return getattr(import_module(f"mmclip.{module}"), attribute)
-    raise AttributeError(f"module 'mmclip' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'mmclip' has no attribute {name!r}")
+    module, _, attribute = _HOME[name].rpartition(".")
+    return getattr(import_module(f"mmclip.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

@@ -23,9 +23,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("TrainConfig", "train", "train a CLIP, and compare both retrieval directions"),
     "evaluate": Command("EvaluateConfig", "evaluate", "evaluate a CLIP under every scoring, or compare finished runs"),
-    "diagnose": Command(
-        "DiagnoseConfig", "evaluate", "diagnose a CLIP's raw embeddings: norms, hubness, Fisher numbers"
-    ),
+    "diagnose": Command("DiagnoseConfig", "evaluate", "diagnose raw embeddings: norms, hubness, Fisher numbers"),
     "embed": Command("EmbedConfig", "embed", "encode a data set into one file, for an index or another program"),
     "report": Command("ReportConfig", "report", "write one HTML page for finished runs"),
     "study": Command("StudyConfig", "study", "run a grid of trainings, with tables, claims and a page"),
@@ -54,13 +52,12 @@ def dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         valid = f"one of {', '.join(COMMANDS)} is expected"
         raise UserError(f"unknown command {printable(name, 60)!r}{nearest(name[:60], list(COMMANDS)) or f'; {valid}'}")
-    command = COMMANDS[name]
-    if command.config is None:
-        result = importlib.import_module(f"mmclip.commands.{command.module}").main(flags)
-    else:
+    command, config = COMMANDS[name], None
+    if command.config is not None:
         configs = importlib.import_module("mmclip.config")
         config = configs.parse(getattr(configs, command.config), flags, prog=f"mmclip {name}")
-        result = importlib.import_module(f"mmclip.commands.{command.module}").run(config)
+    module = importlib.import_module(f"mmclip.commands.{command.module}")
+    result = module.main(flags) if config is None else module.run(config)
     return result if isinstance(result, int) else 0
 
 

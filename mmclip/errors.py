@@ -1,16 +1,18 @@
-"""The one exception that means "what was asked for cannot be done": bad flags, bad data, bad files."""
+"""The exception for bad flags, data and files, and what its messages are made of."""
 
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 
 class UserError(ValueError):
     """One line for a person: names what was received and what is valid.
 
-    Scripts print it after ``error:`` and leave with exit code 2; library users catch it as a ValueError. Whatever a
-    message took from data or a path, it is shown on one line and cannot control a terminal.
+    Commands print it after ``error:`` and leave with exit code 2; library users catch it as a ValueError.
     """
 
     def __init__(self, message: str) -> None:
@@ -18,9 +20,7 @@ class UserError(ValueError):
 
 
 def printable(text: object, limit: int = 300) -> str:
-    """``text`` on one line with control and direction-changing characters escaped, cut at ``limit`` characters.
-
-    Used wherever a message shows something that came from data (a caption, a key, a path).
+    """``text`` on one line, control and direction-changing characters escaped, cut at ``limit`` characters.
 
     >>> printable("two\\nlines")
     'two\\\\nlines'
@@ -38,8 +38,8 @@ def reason(error: Exception, limit: int = 300) -> str:
     >>> reason(AssertionError())
     'AssertionError'
     """
-    told = error.strerror if isinstance(error, OSError) else None
-    return printable(told or str(error) or type(error).__name__, limit)
+    own = error.strerror if isinstance(error, OSError) else None
+    return printable(own or str(error) or type(error).__name__, limit)
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
@@ -50,3 +50,17 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     """
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def parse_json(text: bytes) -> Any:
+    """Read a JSON document in which every number is finite. Raises ValueError for any other."""
+
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{printable(number, 40)} is not a finite number")
+        return value
+
+    try:
+        return json.loads(text.decode("utf-8"), parse_float=finite, parse_constant=finite)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

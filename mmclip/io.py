@@ -1,26 +1,25 @@
-"""Files: written whole or not at all, locked, checked for space; array files, JSON text, default output folders."""
+"""Files: written whole or not at all, locked, checked for space; array files, JSON text, output folders."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import resource
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
-from mmclip.errors import UserError, printable, reason
+from mmclip.errors import UserError, parse_json, printable, reason
 
 Array = NDArray[Any]
 MARGIN = 16_000_000  # bytes left for logs and results beside the files that are written
@@ -29,14 +28,11 @@ MAX_GROWTH = 50  # of a compressed .npz: padded strings shrink a lot, and a bomb
 MAX_SMALL = 256_000_000  # bytes that any .npz may unpack to
 
 
-# --- writing and locking ----------------------------------------------------------------------------------------------
-
-
 def write_atomically(path: Path, write: Callable[[Path], object], advice: str = "free some space") -> None:
-    """Have ``write`` make a partial file or folder beside ``path``, and put it in place once it is safely on the disk.
+    """Have ``write`` make a partial file or folder beside ``path``; put it in place once it is on the disk.
 
     Raises:
-        UserError: Where it cannot be written, a full disk above all; what stood at ``path`` stays.
+        UserError: It cannot be written, such as on a full disk; what stood at ``path`` stays.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -53,6 +49,14 @@ def write_atomically(path: Path, write: Callable[[Path], object], advice: str = 
         raise UserError(f"{path}: cannot be written: {reason(error, 120)} ({free} free there): {advice}") from None
 
 
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
@@ -63,59 +67,43 @@ def remove_partials(folder: Path) -> None:
         _remove(partial)
 
 
-def lock_folder(folder: Path) -> TextIO | None:
-    """Keep other processes from writing the same run; the lock ends with the returned file, or with the process.
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
-    None where the file system has no locks. Raises UserError where another process holds it.
+
+def lock_folder(folder: Path, waiting: str = "") -> TextIO:
+    """Keep other processes out of a folder until the returned file is closed, or the process ends.
+
+    Where another process holds the lock, ``waiting`` is printed and the lock waited for; without a text that is a
+    UserError. A file system without locks keeps nobody out.
     """
     file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
         # a lock of the process: flock's would live on in reading processes that outlive a killed run by seconds
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        file.close()
-        raise UserError(f"{folder}: another process is writing this run: wait for it, or end it first") from None
+        if not waiting:
+            file.close()
+            raise UserError(f"{folder}: another process is writing this run: wait for it, or end it first") from None
+        print(waiting, file=sys.stderr, flush=True)
+        fcntl.lockf(file, fcntl.LOCK_EX)
     except OSError:
-        file.close()
-        return None
+        pass
     return file
-
-
-def require_run_folder(folder: Path, resume: str | None) -> None:
-    """Raise UserError where a new run's folder holds a run already, or a continued one's holds none."""
-    taken = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
-    if resume is None and taken:
-        raise UserError(f"{folder} exists: choose another --name, or continue it with --resume latest")
-    if resume == "latest" and not (folder / "config.yaml").is_file():
-        raise UserError(f"--resume latest: {folder} holds no run; check --logs and --name")
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path, waiting: str) -> Iterator[None]:
-    """Let one process at a time in; another prints ``waiting`` and waits, unless the file system has no locks."""
-    with open(folder / ".lock", "w", encoding="utf-8") as file:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                print(waiting, file=sys.stderr, flush=True)
-                fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
 
 
 def free_bytes(folder: Path) -> int:
     """Bytes that can still be written in ``folder``, or in the nearest existing folder above it."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(f for f in (folder, *folder.absolute().parents) if f.exists())).free
 
 
 def require_space(folder: Path, needed: int, largest: int, what: str, advice: str) -> None:
     """Refuse before the work what the disk, or the process's limit on a file's size, has no place for.
 
-    Args:
-        needed: Bytes of all files.
-        largest: Bytes of the largest file.
+    ``needed`` are the bytes of all files, ``largest`` those of one. Raises UserError.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and largest > limit:
@@ -132,29 +120,16 @@ def require_space(folder: Path, needed: int, largest: int, what: str, advice: st
 
 
 def megabytes(size: int) -> str:
-    """
-    >>> megabytes(12_345_678)
-    '12.3 MB'
-    """
     return f"{size / 1e6:,.1f} MB"
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# --- output folders ---------------------------------------------------------------------------------------------------
+def require_run_folder(folder: Path, resume: str | None) -> None:
+    """Raise UserError where a new run's folder holds a run already, or a continued one's holds none."""
+    taken = folder.exists() and (not folder.is_dir() or any(not p.name.startswith(".") for p in folder.iterdir()))
+    if resume is None and taken:
+        raise UserError(f"{folder} exists: choose another --name, or continue it with --resume latest")
+    if resume == "latest" and not (folder / "config.yaml").is_file():
+        raise UserError(f"--resume latest: {folder} holds no run; check --logs and --name")
 
 
 def output_folder(output: str | None, default: Path) -> Path:
@@ -182,52 +157,62 @@ def flat(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")
 
 
-# --- JSON and array files ---------------------------------------------------------------------------------------------
-
-
 def json_text(content: Any, indent: int | None = None) -> str:
     """A document as it is written. Raises ValueError for NaN and infinity."""
     text = json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode() + "\n"  # a name that is not UTF-8: JSON escapes it alike
 
 
-def check_suffix(path: str | Path, name: str = "") -> None:
-    """Raise UserError for a file that is neither .npz nor .safetensors; ``name``: the flag that named it."""
+def json_array(value: Any) -> Array:
+    """The bytes of a value's JSON as uint8, which both kinds of array files can hold."""
+    return np.frombuffer(bytearray(json.dumps(value, allow_nan=False), "ascii"), dtype=np.uint8)
+
+
+def read_json_array(array: Array, name: str) -> Any:
+    """Decode ``json_array``. Raises UserError naming the array."""
+    try:
+        return parse_json(array.tobytes())
+    except ValueError as error:
+        why = printable(error, 100)
+        raise UserError(f"{name}: uint8 is read as the bytes of a JSON text, and it is none: {why}") from None
+
+
+def checked(path: str | Path) -> Path:
+    """The path of an array file. Raises UserError for one that is neither .npz nor .safetensors."""
     if Path(path).suffix not in SUFFIXES:
-        raise UserError(f"{name} {printable(path)}: a file ending in {' or '.join(SUFFIXES)} is expected".lstrip())
+        raise UserError(f"{printable(path)}: a file ending in {' or '.join(SUFFIXES)} is expected")
+    return Path(path)
 
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
-    """name -> array of a .npz or .safetensors file; bfloat16 becomes float32, and nothing is unpickled.
+    """Read name -> array of a .npz or .safetensors file; bfloat16 becomes float32, and nothing is unpickled.
 
     Raises:
-        UserError: One line, for anything but plain arrays.
+        UserError: Anything but plain arrays of numbers or strings.
     """
-    path = Path(path)
-    check_suffix(path)
+    path = checked(path)
     if not path.is_file():  # a pipe would wait for ever
         raise UserError(f"{printable(path)}: {'not a plain file' if path.exists() else 'no such file'}")
     try:
-        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
-    except UserError:
-        raise
+        if path.suffix == ".npz":
+            return _read_npz(path)
+        from safetensors.torch import load_file  # torch takes seconds to import
+
+        tensors = load_file(path)
+        return {k: (t.float() if str(t.dtype) == "torch.bfloat16" else t).numpy() for k, t in tensors.items()}
     except Exception as error:  # damaged content makes numpy, zipfile, zlib and safetensors raise nearly anything
         raise UserError(f"{printable(path)}: not readable as {path.suffix}: {reason(error)}") from None
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
     """Write the kind of file that the name ends in, whole or not at all. Raises UserError."""
-    path = Path(path)
-    check_suffix(path)
+    path = checked(path)
 
     def write(partial: Path) -> None:
-        if path.suffix == ".npz":
-            with partial.open("wb") as file:  # of a name numpy would add its own ending
+        with partial.open("wb") as file:  # to a name numpy would add its own ending
+            if path.suffix == ".npz":
                 np.savez(file, **arrays)  # type: ignore[arg-type]
-            return
-        from safetensors.numpy import save_file
-
-        partial.touch()
+                return
         mode = partial.stat().st_mode
         save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, partial)
         partial.chmod(mode)  # safetensors lets no other user read its files, whatever the umask says
@@ -235,68 +220,18 @@ def write_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
     write_atomically(path, write)
 
 
-def json_array(value: Any) -> Array:
-    """The bytes of a value's JSON as uint8, which both kinds of file can hold; ``json.loads(array.tobytes())``.
-
-    >>> json_array(["a"]).tobytes()
-    b'["a"]'
-    """
-    return np.frombuffer(bytearray(json.dumps(value, allow_nan=False), "ascii"), dtype=np.uint8)
-
-
-def read_json_array(array: Array, name: str) -> Any:
-    """Decode :func:`json_array`. Raises UserError naming the array."""
-    try:
-        return json.loads(array.tobytes().decode("utf-8"), parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError) as error:
-        why = "nested too deep" if isinstance(error, RecursionError) else printable(error, 100)
-        raise UserError(f"{name}: uint8 is read as the bytes of a JSON text, and it is none: {why}") from None
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{printable(text, 40)} is not a finite number")
-    return value
-
-
 def _read_npz(path: Path) -> dict[str, Array]:
-    size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > max(MAX_SMALL, MAX_GROWTH * size):
-        raise UserError(
-            f"{printable(path)}: {size:,} bytes that would unpack to {unpacked:,}, above {MAX_GROWTH} times as many: "
-            "no embeddings shrink so far"
-        )
+    if unpacked > max(MAX_SMALL, MAX_GROWTH * path.stat().st_size):
+        raise ValueError(f"it would unpack to {unpacked:,} bytes, above {MAX_GROWTH} times as many: no embeddings do")
     arrays: dict[str, Array] = {}
     with np.load(path, allow_pickle=False) as file:
         for name in file.files:
             try:
-                array = file[name]
-            except ValueError as error:
-                if "allow_pickle" not in str(error):
-                    raise
-                raise UserError(
-                    f"{printable(name, 60)} holds Python objects; numbers or strings are read, such as "
-                    "np.array(ids, dtype=str)"
-                ) from None
-            if not isinstance(array, np.ndarray):  # numpy hands out the bytes of any other member
-                raise ValueError(f"{printable(name, 60)} is no array")
-            if array.dtype.kind not in "biufUS":
-                kind = printable(array.dtype, 60)
-                raise UserError(f"{printable(name, 60)} holds {kind} values; numbers or strings are read")
-            arrays[name] = array
-    return arrays
-
-
-def _read_safetensors(path: Path) -> dict[str, Array]:
-    import torch
-    from safetensors import safe_open
-
-    arrays: dict[str, Array] = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  (it is no mapping)
-            tensor = file.get_tensor(name)
-            arrays[name] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+                arrays[name] = file[name]
+            except ValueError as error:  # Python objects, above all
+                raise ValueError(f"{printable(name, 60)}: {error}") from None
+            if not isinstance(arrays[name], np.ndarray) or arrays[name].dtype.kind not in "biufUS":
+                raise ValueError(f"{printable(name, 60)} is no array of numbers or strings")
     return arrays

@@ -8,35 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from mmclip.roles import (
-    CLIP_DIRECTIONS,
-    FIXED_NORMALIZATIONS,
-    SCALE_INIT,
-    SCALE_MAX,
-    TEXT_DIRECTIONS,
-    Direction,
-    Exponents,
-    Normalization,
-)
-
-__all__ = [
-    "CLIP_DIRECTIONS",
-    "FIXED_NORMALIZATIONS",
-    "SCALE_INIT",
-    "SCALE_MAX",
-    "TEXT_DIRECTIONS",
-    "TINY",
-    "Direction",
-    "Exponents",
-    "Normalization",
-    "Similarity",
-    "at_least_float32",
-    "divisor",
-    "magnitude",
-    "mean_norm_factor",
-    "normalize",
-    "score",
-]
+from mmclip.roles import CLIP_DIRECTIONS, SCALE_INIT, SCALE_MAX, Direction, Exponents, Normalization
 
 TINY = 1e-12  # the smallest norm divided by: a zero vector scores 0 everywhere instead of NaN
 MOMENTUM = 0.9  # of the running norm statistics, per step
@@ -48,11 +20,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """Euclidean norm of each row, [..., D] -> [...], in float32 or wider.
-
-    >>> magnitude(torch.tensor([[3.0, 4.0]]))
-    tensor([5.])
-    """
+    """Euclidean norm of each row, [..., D] -> [...], in float32 or wider."""
     return torch.linalg.vector_norm(at_least_float32(x), dim=-1)
 
 
@@ -71,9 +39,7 @@ def normalize(x: Tensor, gamma: float | Tensor) -> Tensor:
 
 
 def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | Tensor = 1.0) -> Tensor:
-    """Similarity s(q, d) of every query with every document (eq. 3-7).
-
-    Autocast is switched off: half precision overflows on raw dot products.
+    """Similarity s(q, d) of every query with every document (eq. 3-7), without autocast: raw products overflow it.
 
     Args:
         query: raw features [Q, D].
@@ -91,9 +57,7 @@ def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | 
     tensor([[2.0000, 1.2000]])
     """
     with torch.autocast(device_type=query.device.type, enabled=False):
-        q = normalize(query, exponents.gamma_q)
-        d = normalize(document, exponents.gamma_d)
-        return scale * (q @ d.T)
+        return scale * (normalize(query, exponents.gamma_q) @ normalize(document, exponents.gamma_d).T)
 
 
 def mean_norm_factor(query: Tensor, document: Tensor, exponents: Exponents) -> float:
@@ -116,12 +80,8 @@ def _norm_stats(query: Tensor, document: Tensor, exponents: Exponents) -> Tensor
 class Similarity(nn.Module):
     """The similarity with its trained parts: gamma per role (shared by the directions), alpha per direction.
 
-    CLIP's logit scale is the whole scale of the scores of unit vectors. With raw features it is not, so ``scale_init``
-    and ``scale_max`` are **effective scales** (docs/math.md: "Scale")
-
-        alpha * E[|q|**(1 - gamma_q)] * E[|d|**(1 - gamma_d)]
-
-    The first batch sets alpha so that the effective scale is ``scale_init`` (``update_norm_stats``), and
+    ``scale_init`` and ``scale_max`` are **effective scales**, alpha * E[|q|**(1 - gamma_q)] * E[|d|**(1 - gamma_d)]
+    (docs/math.md: "Scale"). The first batch sets alpha so that it is ``scale_init`` (``update_norm_stats``), and
     ``clamp_logit_scale`` keeps it at or below ``scale_max``, by running norm statistics. log(alpha) may be negative.
 
     State: parameters ``logit_scale_DIRECTION``, log(alpha), and with ``learned`` ``gamma_hat_q`` and ``gamma_hat_d``,
@@ -160,16 +120,14 @@ class Similarity(nn.Module):
             raise ValueError(f"scale_init {scale_init:g} is not above 0 and at most scale_max {scale_max:g}")
         if norm not in list(Normalization):
             raise ValueError(f"unknown normalization {norm!r}; valid: {', '.join(Normalization)}")
-        self.norm = Normalization(norm)
-        self.directions = tuple(directions)
+        self.norm, self.directions = Normalization(norm), tuple(directions)
         self.scale_init, self.scale_max, self.learn_scale = float(scale_init), float(scale_max), learn_scale
         if self.norm is Normalization.LEARNED:
             both = gamma_init if isinstance(gamma_init, tuple) else (gamma_init, gamma_init)
             if not all(0 < gamma < 1 for gamma in both):
                 raise ValueError(f"gamma_init {gamma_init} is not between 0 and 1, where a sigmoid's values lie")
-            hat_q, hat_d = (math.log(gamma / (1 - gamma)) for gamma in both)
-            self.gamma_hat_q = nn.Parameter(torch.tensor(hat_q))
-            self.gamma_hat_d = nn.Parameter(torch.tensor(hat_d))
+            for role, gamma in zip("qd", both, strict=True):
+                self.register_parameter(f"gamma_hat_{role}", nn.Parameter(torch.tensor(math.log(gamma / (1 - gamma)))))
         self.register_buffer("gammas", None if start is None else torch.tensor(start))
         for direction in self.directions:
             log_alpha = nn.Parameter(torch.zeros(()), requires_grad=learn_scale)
@@ -180,7 +138,7 @@ class Similarity(nn.Module):
     def exponents(self) -> Exponents:
         """Gamma per role: floats if fixed, 0-d tensors if scheduled or (with gradient) learned."""
         if self.norm is Normalization.LEARNED:
-            return Exponents(self.gamma_hat_q.sigmoid(), self.gamma_hat_d.sigmoid())
+            return Exponents(*(self.get_parameter(f"gamma_hat_{role}").sigmoid() for role in "qd"))
         if self.gammas is not None:
             return Exponents(*self.gammas.unbind())
         return self.norm.exponents
@@ -214,15 +172,11 @@ class Similarity(nn.Module):
     def update_norm_stats(self, direction: Direction, query: Tensor, document: Tensor) -> None:
         """Take a batch's norms into the running statistics; the first batch also sets alpha.
 
-        Args:
-            direction: whose statistics.
-            query: norms [Q] of the raw queries, under data parallelism those of all ranks (else the alphas diverge).
-            document: norms [N] of the raw documents, likewise.
+        ``query`` [Q] and ``document`` [N] are the norms of the raw features of all ranks, or the alphas would diverge.
         """
         if not len(query) or not len(document):
             return
-        now = _norm_stats(query, document, self.exponents)
-        stats = self.norm_stats(direction)
+        now, stats = _norm_stats(query, document, self.exponents), self.norm_stats(direction)
         if self.has_norm_stats(direction):
             stats.lerp_(now.to(stats), 1 - MOMENTUM)
         else:
@@ -231,14 +185,9 @@ class Similarity(nn.Module):
 
     @torch.no_grad()
     def change_exponents(self, to: Exponents, norms: Mapping[str, Tensor]) -> bool:
-        """Move the scheduled exponents and keep every direction's effective scale.
+        """Move the scheduled exponents and keep every direction's effective scale; False if they are these already.
 
-        Args:
-            to: exponents of the next step.
-            norms: side -> norms [B] of the raw (global) batch, by which alpha and the running statistics are rescaled.
-
-        Returns:
-            False if the exponents are these already.
+        ``norms``, side -> [B] of the raw global batch, rescale alpha and the running statistics.
         """
         assert self.gammas is not None, "made without exponents to start with"
         wanted = torch.tensor(to, dtype=self.gammas.dtype, device=self.gammas.device)

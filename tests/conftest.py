@@ -18,12 +18,6 @@ settings.load_profile("mmclip")
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOW = ("integration", "benchmarks", "distributed", "training")  # folders whose files take longest
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slow files first, so that both workers are busy to the end."""
-    items.sort(key=lambda item: item.path.parent.name not in SLOW)
 
 
 @pytest.fixture(scope="session")

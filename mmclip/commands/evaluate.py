@@ -39,7 +39,7 @@ from mmclip.evaluation.zero_shot import ZeroShot, open_classes
 from mmclip.io import default_output, flat, output_folder
 from mmclip.models.factory import load_clip
 from mmclip.models.metadata import native_exponents, trained_scales, versions
-from mmclip.models.text_encoder import encoding, native_scoring, open_text_model
+from mmclip.models.text_encoder import encoding, load_text_model, native_scoring
 from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric
 from mmclip.reporting.summary import print_ending, zero_shot_line
 from mmclip.reporting.table import show
@@ -237,7 +237,7 @@ def _text_run(config: TextEvaluateConfig, name: str, collection: BeirCollection)
     where = output_folder(config.output, default_output(folder, name, collection.path, collection.split))
     for note in collection.notes:
         print(f"warning: {printable(collection.path)}: {note}", file=sys.stderr)
-    model = open_text_model(config, distributed.start(config.device))
+    model = load_text_model(config, distributed.start(config.device))
     native, alpha = native_scoring(model)
     removed = f" ({', '.join(model.removed)} taken off)" if model.removed else ""
     print(

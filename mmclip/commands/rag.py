@@ -22,7 +22,7 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.io import json_text, lock_folder, write_text_atomically
 from mmclip.models import metadata
-from mmclip.models.text_encoder import native_scoring, open_text_model, text_precision
+from mmclip.models.text_encoder import load_text_model, native_scoring, text_precision
 from mmclip.reporting.table import Cell, Table, change_cell, rate_cell, show
 from mmclip.retrieval import Qrels, rank
 from mmclip.similarity import Exponents, Normalization
@@ -96,8 +96,7 @@ def run(settings: RagConfig) -> Json:
     write_text_atomically(where / RAG_FILE, json_text(results, indent=1))
     print_rag(results)
     print(f"results: {printable(where / RAG_FILE)}")
-    if lock is not None:
-        lock.close()
+    lock.close()
     return results
 
 
@@ -133,7 +132,7 @@ def _retrieve(
     settings: RagConfig, collection: BeirCollection, device: torch.device
 ) -> tuple[dict[str, Lists], Exponents]:
     """(each scoring's lists, native's exponents); the encoder is let go of before the reader's weights come."""
-    model = open_text_model(settings, device)
+    model = load_text_model(settings, device)
     native, _ = native_scoring(model)
     if model.removed:
         print(f"note: {', '.join(model.removed)} taken off the end of {printable(settings.model)}", file=sys.stderr)

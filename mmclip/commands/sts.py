@@ -24,7 +24,7 @@ from mmclip.errors import printable
 from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics import over_seeds
 from mmclip.models.metadata import versions
-from mmclip.models.text_encoder import TextEncoder, native_scoring, open_text_model
+from mmclip.models.text_encoder import TextEncoder, load_text_model, native_scoring
 from mmclip.similarity import Exponents, Normalization, mean_norm_factor
 from mmclip.tasks.sts import (
     NATIVE,
@@ -57,7 +57,7 @@ def run(settings: StsConfig) -> Json:
     train, held = _pairs(settings)
     about = f"{Path(str(settings.model)).name}-{Path(str(settings.train or settings.data)).stem}"
     folder = output_folder(settings.output, Path("logs") / "sts" / flat(about))
-    model = open_text_model(settings, device)
+    model = load_text_model(settings, device)
     bootstrap = PairBootstrap(held.scores, held.groups, seed=settings.seed)
     native, _ = native_scoring(model)
     vectors = _encode(model, held, settings)

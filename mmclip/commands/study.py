@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -44,7 +43,7 @@ def run(config: StudyConfig, command: Sequence[str] | None = None) -> int:
     except UserError:
         where = printable(plan.folder)
         raise UserError(f"{where}: another process runs this study: wait for it, or end it first") from None
-    with lock or contextlib.nullcontext():
+    with lock:
         return _run(plan, config, command or [sys.executable, "-m", "mmclip", plan.kind.command])
 
 

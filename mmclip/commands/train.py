@@ -72,8 +72,7 @@ def _train(config: TrainConfig | TextTrainConfig, device: torch.device, held: co
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if (lock := lock_folder(folder)) is not None:
-            held.enter_context(lock)
+        held.enter_context(lock_folder(folder))
         remove_partials(folder)  # of a process that was killed
         encoder, locked = kind.trained(model)
         checkpoints.require_checkpoint_space(folder, encoder, locked, config.keep_checkpoints)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-from mmclip.errors import UserError, printable, reason
+from mmclip.errors import UserError, parse_json, printable, reason
 
 _HERE = Path(__file__).resolve().parent.parent
 CONFIGS = _HERE / "configs" if (_HERE / "configs").is_dir() else _HERE.parent / "configs"  # installed, or a checkout
@@ -178,6 +177,11 @@ def export_folder(run: str) -> Path:
     )
 
 
+def weights_of(folder: Path) -> Path | None:
+    """The weights of an exported model, None where there are none."""
+    return next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+
+
 def read_metadata(folder: Path) -> dict[str, Any]:
     """mmclip.json of an exported model, {} for a folder without it (UserError for values of the wrong kind)."""
     path = folder / "mmclip.json"
@@ -209,22 +213,12 @@ def read_json(path: Path) -> dict[str, Any]:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
-        loaded = json.loads(content.decode("utf-8"), parse_float=finite, parse_constant=finite)
+        loaded = parse_json(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable as JSON: {reason(error)}") from None
-    except RecursionError:
-        raise UserError(f"{path}: not readable as JSON: nested too deep") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{path}: a JSON object is expected, got {shown(loaded)}")
     return loaded
-
-
-def finite(text: str) -> float:
-    """A finite number, for json's parse_float and parse_constant (ValueError for NaN and infinity)."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{printable(text, 40)} is not a finite number")
-    return value
 
 
 def shown(value: Any) -> str:

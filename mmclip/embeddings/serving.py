@@ -28,14 +28,8 @@ from mmclip.embeddings.files import Embeddings
 from mmclip.errors import UserError, printable
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.hubness import reversed_exponents, with_offset, with_one
-from mmclip.similarity import (
-    CLIP_DIRECTIONS,
-    FIXED_NORMALIZATIONS,
-    Direction,
-    Normalization,
-    magnitude,
-    normalize,
-)
+from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, Direction, Normalization
+from mmclip.similarity import magnitude, normalize
 
 Prepare = Callable[[Tensor], Tensor]  # queries [Q, D] -> [Q, D'] float32
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmclip.data.image_text import ImageTextData
 from mmclip.embeddings.encode import EncodeOptions, encode_images, encode_texts
 from mmclip.errors import UserError, printable
-from mmclip.io import alone_in, require_space, write_atomically
+from mmclip.io import lock_folder, require_space, write_atomically
 from mmclip.models.factory import ClipModel
 from mmclip.models.towers import as_bytes
 
@@ -86,7 +86,7 @@ def cached_trunk(
         return [part for part in needed if part not in found]
 
     if missing():
-        with alone_in(place, f"{label}: waiting for another process that fills {printable(place)}"):
+        with lock_folder(place, f"{label}: waiting for another process that fills {printable(place)}"):
             left = missing()
             if left:
                 row = 4 * _width(side, model, options)

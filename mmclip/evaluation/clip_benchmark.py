@@ -46,7 +46,8 @@ from mmclip.evaluation.results import NATIVE
 from mmclip.io import write_text_atomically
 from mmclip.models.factory import Tokenizer, load_clip
 from mmclip.models.metadata import native_exponents
-from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization, magnitude, normalize
+from mmclip.roles import FIXED_NORMALIZATIONS, Exponents, Normalization
+from mmclip.similarity import magnitude, normalize
 
 MODEL_TYPE = "mmclip"
 SCORINGS = (NATIVE, *(n.value for n in FIXED_NORMALIZATIONS))

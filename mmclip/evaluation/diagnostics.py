@@ -20,14 +20,8 @@ from mmclip.metrics import magnitude as diagnostics
 from mmclip.metrics.fisher import FISHER_RESAMPLES
 from mmclip.metrics.magnitude import Effect, Json
 from mmclip.retrieval.ranking import Ranking, as_floats
-from mmclip.similarity import (
-    FIXED_NORMALIZATIONS,
-    SCALE_INIT,
-    TINY,
-    Exponents,
-    magnitude,
-    mean_norm_factor,
-)
+from mmclip.roles import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents
+from mmclip.similarity import TINY, magnitude, mean_norm_factor
 
 ENTROPY_QUERIES = 1000  # queries whose softmax is looked at; each meets every document
 

@@ -39,17 +39,8 @@ from mmclip.retrieval.hubness import (
     with_offset,
     with_one,
 )
-from mmclip.similarity import (
-    CLIP_DIRECTIONS,
-    FIXED_NORMALIZATIONS,
-    SCALE_INIT,
-    TINY,
-    Direction,
-    Exponents,
-    Normalization,
-    magnitude,
-    mean_norm_factor,
-)
+from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents, Normalization
+from mmclip.similarity import TINY, magnitude, mean_norm_factor
 
 Progress = Callable[[str, int, int], None]  # (set's name, scores done, scores in all)
 COUNTS = {"image": "n_images", "text": "n_texts", "document": "n_documents"}
@@ -88,7 +79,6 @@ def evaluate(
     Raises:
         UserError: For exponents that are not finite; :class:`EvalSet` has checked the rest.
 
-    >>> import torch
     >>> from mmclip.embeddings.files import Embeddings
     >>> x = torch.eye(3)
     >>> data = Embeddings(x, x, torch.tensor([[0, 0], [1, 1], [2, 2]]), list("abc"))

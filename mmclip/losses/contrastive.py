@@ -1,12 +1,8 @@
 """The directional contrastive loss. It has a similarity and never redefines it.
 
-For one direction (docs/math.md: "Loss"; Feng & Watanabe 2026, section 3)
-
-    L_dir = mean_i -log softmax_j(s_ij)[i]
-
-with the documents of the global batch as candidates. The total is lambda * L_i2t + (1 - lambda) * L_t2i: ``sym`` is
-lambda = 1/2, ``asym-i2t`` lambda = 1, ``asym-t2i`` lambda = 0; of text q2d and d2q likewise. A focal weight moves the
-mean to hard queries, a penalty holds norms where they began (docs/math.md: "Beyond the paper").
+For one direction L_dir = mean_i -log softmax_j(s_ij)[i], with the documents of the global batch as candidates
+(docs/math.md: "Loss"; Feng & Watanabe 2026, section 3). The total is lambda * L_i2t + (1 - lambda) * L_t2i, of text q2d
+and d2q likewise. A focal weight moves the mean to hard queries, a penalty holds norms where they began.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from torch import Tensor, nn
 from mmclip import distributed
 from mmclip.losses.cross_entropy import contrastive_cross_entropy
 from mmclip.losses.positives import Lookup, PositiveMask, oriented
-from mmclip.losses.tiled import tiled_loss
+from mmclip.losses.tiled import Sides, tiled_loss
 from mmclip.roles import CLIP_DIRECTIONS, TEXT_DIRECTIONS, Direction, Normalization, Positives, direction_weights
 from mmclip.similarity import TINY, Similarity, magnitude
 
@@ -75,8 +71,8 @@ class ContrastiveLoss(nn.Module):
             weights: weight of each direction's loss in the total.
             positives: policy for known positives.
             focal: exponent of (1 - p) in the queries' weights; 0 for equal ones.
-            norm_drift: weight of the penalty E[log(|x| / l0)**2] of each side, l0 its geometric mean in the first batch.
-            end_weights: weights at the last step; a direction is trained if it has one above 0 here or in ``weights``.
+            norm_drift: weight of the penalty E[log(|x| / l0)**2] of each side, l0 its geometric mean at first.
+            end_weights: weights at the last step; one above 0 here or in ``weights`` makes a direction a trained one.
             gather: whether features, positives and negatives of all ranks are one batch, with its exact gradients.
             tiled: False for whole score matrices, slower and larger, which have second derivatives.
 
@@ -92,8 +88,7 @@ class ContrastiveLoss(nn.Module):
         self.trained = tuple(d for d in self.weights if d in ever)
         if not self.trained:
             raise ValueError(f"weights {self.weights}: no direction has one above 0")
-        used = {s for d in self.weights for s in (d.query_side, d.document_side)}
-        self.sides: tuple[str, ...] = tuple(s for s in ("image", "text", "query", "document") if s in used)
+        self.sides = ("image", "text") if set(self.weights) <= set(CLIP_DIRECTIONS) else ("query", "document")
         for direction in self.weights:  # an untrained direction's alpha follows the trained one's effective scale
             similarity.logit_scale(direction).requires_grad_(similarity.learn_scale and direction in self.trained)
         for side in self.sides if norm_drift else ():
@@ -101,9 +96,9 @@ class ContrastiveLoss(nn.Module):
 
     def forward(
         self,
-        features: Mapping[str, Tensor],
+        features: Sides,
         positives: PositiveMask | None = None,
-        negatives: Mapping[str, Tensor] | None = None,
+        negatives: Sides | None = None,
         untrained: bool = True,
     ) -> LossOutput:
         """Loss of a batch.
@@ -117,33 +112,24 @@ class ContrastiveLoss(nn.Module):
         Raises:
             ValueError: shapes that do not fit each other, or no pairs.
         """
-        negatives = negatives or {}
-        self._check(features, positives, negatives)
+        self._check(features, positives, negatives := negatives or {})
         # The row direction has a weight, or its alpha's gradient would be rounding where it is 0
         directions = sorted(self.weights, key=lambda d: (d not in self.trained, self.weights[d] == 0))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.norm_drift > 0):
             norms = {side: self._of_all(magnitude(features[side])) for side in self.sides}
         more = {side: self._of_all(magnitude(x).detach()) for side, x in negatives.items()}
         for direction in directions:
-            query, document = direction.roles(norms)
-            if direction.document_side in more:
-                document = torch.cat([document, more[direction.document_side].to(document.dtype)])
+            query, document = _roles(direction, norms, more)
             if self.training or not self.similarity.has_norm_stats(direction):
                 self.similarity.update_norm_stats(direction, query, document)
             if untrained and direction not in self.trained:
                 self._follow_trained(direction)
-        weights = {
-            d: self.weights[d] if d in self.trained else None for d in directions if untrained or d in self.trained
-        }
-        masked = positives is not None and self.positives is not Positives.NONE
-        lookup = positives.lookup(self.gather) if positives is not None and masked else None
-        if self.tiled:
-            several = self.positives is Positives.MULTI
-            total, values = tiled_loss(
-                self.similarity, weights, features, negatives, lookup, several, self.focal, self.gather
-            )
-        else:
-            total, values = self._plain(weights, features, negatives, lookup)
+        used = directions if untrained else [d for d in directions if d in self.trained]
+        weights = {d: self.weights[d] if d in self.trained else None for d in used}
+        known = None if self.positives is Positives.NONE else positives
+        lookup = None if known is None else known.lookup(self.gather)
+        value = tiled_loss if self.tiled else ContrastiveLoss._plain
+        total, values = value(self, weights, features, negatives, lookup)
         detached = {side: n.detach() for side, n in norms.items()}
         if not self.norm_drift:
             return LossOutput(total, values, detached)
@@ -154,19 +140,13 @@ class ContrastiveLoss(nn.Module):
         return distributed.gather_rows(rows) if self.gather else rows
 
     def _plain(
-        self,
-        weights: Mapping[Direction, float | None],
-        features: Mapping[str, Tensor],
-        negatives: Mapping[str, Tensor],
-        lookup: Lookup | None,
+        self, weights: Mapping[Direction, float | None], features: Sides, negatives: Sides, lookup: Lookup | None
     ) -> tuple[Tensor, dict[Direction, Tensor]]:
         """Total and each direction's loss from whole score matrices."""
         features, negatives = ({s: self._of_all(x) for s, x in of.items()} for of in (features, negatives))
         terms, values = [], {}
         for direction, weight in weights.items():
-            query, document = direction.roles(features)
-            if direction.document_side in negatives:
-                document = torch.cat([document, negatives[direction.document_side].to(document.dtype)])
+            query, document = _roles(direction, features, negatives)
             numbers = torch.arange(len(document), device=query.device)
             known = None if lookup is None else oriented(lookup, direction)(numbers[: len(query)], numbers)
             with torch.set_grad_enabled(torch.is_grad_enabled() and weight is not None):
@@ -179,8 +159,7 @@ class ContrastiveLoss(nn.Module):
 
     def _drift(self, side: str, norms: Tensor) -> Tensor:
         """E[log(|x| / l0)**2] of a side's norms [B], l0 their geometric mean in the first batch."""
-        log = norms.clamp_min(TINY).log()
-        start = self.get_buffer(f"log_length_{side}")
+        log, start = norms.clamp_min(TINY).log(), self.get_buffer(f"log_length_{side}")
         if bool(start.isnan()):
             start.copy_(log.detach().mean())
         return (log - start).square().mean()
@@ -192,29 +171,32 @@ class ContrastiveLoss(nn.Module):
         log_scale = of.logit_scale(trained) + of.log_norm_factor(trained) - of.log_norm_factor(direction)
         of.logit_scale(direction).copy_(log_scale)
 
-    def _check(
-        self, features: Mapping[str, Tensor], positives: PositiveMask | None, negatives: Mapping[str, Tensor]
-    ) -> None:
+    def _check(self, features: Sides, positives: PositiveMask | None, negatives: Sides) -> None:
         """Refuse shapes that do not fit: tiles would take the first rows of the longer side."""
-        named: dict[str, Tensor | None] = {**{s: features.get(s) for s in self.sides}}
-        named |= {f"negative {s}": x for s, x in negatives.items()}
-        shown = ", ".join(f"{n} {'missing' if x is None else list(x.shape)}" for n, x in named.items())
-        (pairs, *width), *others = ((0,) if x is None else tuple(x.shape) for x in named.values())
-        paired = others[: len(self.sides) - 1]
-        if any(len(s) != 2 or [s[1]] != width for s in others) or any(s[0] != pairs for s in paired):
-            raise ValueError(
-                f"{shown}: raw features [B, D] of {' and '.join(self.sides)} are expected, row i the pair i"
-            )
-        if not set(negatives) <= set(self.sides):
-            raise ValueError(f"{shown}: negatives are of {' or '.join(self.sides)}")
+        shapes = {s: list(features[s].shape) if s in features else "missing" for s in self.sides}
+        more = {f"negative {s}": list(x.shape) for s, x in negatives.items()}
+        shown = ", ".join(f"{name} {shape}" for name, shape in (shapes | more).items())
+        own, other = shapes.values()
+        if own != other or len(own) != 2 or any(len(x) != 2 or x[1] != own[1] for x in more.values()):
+            raise ValueError(f"{shown}: raw features [B, D] of {' and '.join(shapes)} are expected, row i the pair i")
+        if not set(negatives) <= set(shapes):
+            raise ValueError(f"{shown}: negatives are of {' or '.join(shapes)}")
+        pairs = len(features[self.sides[0]])
         if pairs == 0 and not self.gather:
             raise ValueError(f"{shown}: no pairs")
         if positives is None or (self.gather and positives.columns is not None):
             return
         columns = (None, pairs, pairs + len(negatives.get(self.sides[1], ())))
         if positives.pairs != pairs or positives.columns not in columns:
-            own = f"{positives.pairs} rows" + (f", {positives.columns} columns" if positives.columns else "")
-            raise ValueError(f"{shown}: known positives of {own}, {pairs} pairs are expected")
+            known = f"{positives.pairs} rows" + (f", {positives.columns} columns" if positives.columns else "")
+            raise ValueError(f"{shown}: known positives of {known}, {pairs} pairs are expected")
+
+
+def _roles(direction: Direction, sides: Sides, negatives: Sides) -> tuple[Tensor, Tensor]:
+    """(Query, document) of a direction, negatives behind the documents."""
+    query, document = direction.roles(sides)
+    more = negatives.get(direction.document_side)
+    return query, document if more is None else torch.cat([document, more.to(document.dtype)])
 
 
 def clip_loss(

@@ -1,4 +1,4 @@
-"""The loss of one score matrix as the formula says it: reference of the tiled loss, and the way to second derivatives."""
+"""The loss of one score matrix by its formula: reference of the tiled loss, with second derivatives."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ def contrastive_cross_entropy(
     >>> float(contrastive_cross_entropy(s, both, Positives.MASK).exp())  # a known positive is no rival
     1.0
     """
-    queries = len(scores)
-    own = torch.arange(queries, device=scores.device)
-    target = None
+    own, target = torch.arange(len(scores), device=scores.device), None
     if policy is not Positives.NONE and positives is not None:
-        diagonal = torch.eye(queries, positives.shape[1], dtype=torch.bool, device=scores.device)
+        diagonal = torch.eye(len(scores), positives.shape[1], dtype=torch.bool, device=scores.device)
         missing = (0, scores.shape[1] - positives.shape[1])
         if policy is Positives.MASK:
             scores = scores.masked_fill(nn.functional.pad(positives & ~diagonal, missing), -torch.inf)
@@ -56,5 +54,4 @@ def focal_weights(log_p: Tensor, focal: float) -> Tensor:
     tensor([0.6667, 0.3333])
     """
     log_weight = focal * (-log_p.clamp_max(0).expm1()).log()
-    nothing_left = log_weight.amax() == -torch.inf
-    return torch.where(nothing_left, torch.zeros_like(log_weight), log_weight).softmax(dim=0)
+    return torch.where(log_weight.amax() == -torch.inf, 0, log_weight).softmax(dim=0)

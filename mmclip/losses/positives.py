@@ -20,8 +20,8 @@ Lookup = Callable[[Tensor, Tensor], Tensor]  # row numbers [k], column numbers [
 class PositiveMask:
     """Known positives of a batch: ``mask_from_ids``, ``mask_from_matrix`` or ``mask_from_judgments``.
 
-    Rows number the first side (image, query), columns the second (text, document): pair i is row i and column i, and
-    negatives follow the pairs, across ranks those of all ranks in rank order. A pair always matches itself.
+    Rows number the first side (image, query), columns the second: pair i is row i and column i, and negatives follow
+    the pairs, across ranks those of all ranks in rank order. A pair always matches itself.
 
     Attributes:
         lookup: (gather over ranks?) -> the lookup of the batch, or None if only pairs match.
@@ -54,8 +54,7 @@ def mask_from_ids(*ids: Tensor | None) -> PositiveMask:
         raise ValueError(f"ids {shapes or 'missing'}: [B] each is expected, a number a pair")
 
     def lookup_of(gather: bool) -> Lookup | None:
-        known = [distributed.gather_rows(i) if gather else i for i in own]
-        known = [i for i in known if len(i.unique()) < len(i)]
+        known = [i for i in _gathered(own, gather) if len(i.unique()) < len(i)]
         if not known:
             return None
         pairs, one = len(known[0]), known[0].new_ones(1)
@@ -63,9 +62,10 @@ def mask_from_ids(*ids: Tensor | None) -> PositiveMask:
 
         def lookup(rows: Tensor, columns: Tensor) -> Tensor:
             rows, columns = rows.clamp_max(pairs), columns.clamp_max(pairs)
-            same = torch.zeros(len(rows), len(columns), dtype=torch.bool, device=rows.device)
-            for row_ids, column_ids in padded:
-                same |= row_ids[rows][:, None] == column_ids[columns]
+            (a, b), *others = ((of_rows[rows][:, None], of_columns[columns]) for of_rows, of_columns in padded)
+            same = a == b
+            for a, b in others:
+                same |= a == b
             return same
 
         return lookup
@@ -90,9 +90,7 @@ def mask_from_judgments(judged: Tensor, query: Tensor, document: Tensor, negativ
     """
 
     def lookup_of(gather: bool) -> Lookup:
-        queries, documents, negatives = (
-            distributed.gather_rows(i) if gather else i for i in (query, document, negative)
-        )
+        queries, documents, negatives = _gathered([query, document, negative], gather)
         candidates, paired = torch.cat([documents, negatives]), _codes(queries, documents).sort().values
 
         def lookup(rows: Tensor, columns: Tensor) -> Tensor:
@@ -104,14 +102,17 @@ def mask_from_judgments(judged: Tensor, query: Tensor, document: Tensor, negativ
     return PositiveMask(lookup_of, len(query))
 
 
+def _gathered(ids: list[Tensor], gather: bool) -> list[Tensor]:
+    return [distributed.gather_rows(i) if gather else i for i in ids]
+
+
 def codes_of(relevant: Tensor | None) -> Tensor:
     """Judgments, int [M, 2] of query id and document id, as one sorted number each, [M].
 
     Raises:
         UserError: another shape or type, or ids outside 0 to 2**31 - 1.
     """
-    if relevant is None:
-        return torch.zeros(0, dtype=torch.long)
+    relevant = torch.zeros(0, 2, dtype=torch.long) if relevant is None else relevant
     if relevant.ndim != 2 or relevant.shape[1] != 2 or relevant.is_floating_point():
         shape = f"{list(relevant.shape)}, {relevant.dtype}"
         raise UserError(f"relevant of shape {shape}: whole numbers [M, 2] expected, query id and document id")

@@ -27,16 +27,14 @@ def check(settings: LossConfig, total_steps: int) -> None:
     """Refuse (UserError) a schedule that does not arrive at --norm by the last of ``total_steps``."""
     if settings.gamma_schedule == "none":
         return
-    names = ("gamma_start",) if settings.gamma_schedule == "switch" else ("gamma_start", "gamma_end")
-    begin, *end = (as_step(getattr(settings, name), total_steps) for name in names)
-    last = f"--{names[-1].replace('_', '-')} {getattr(settings, names[-1]):g}"
-    if [begin, *end][-1] >= total_steps:
+    switch, start, end = settings.gamma_schedule == "switch", settings.gamma_start, settings.gamma_end
+    last = f"--gamma-start {start:g}" if switch else f"--gamma-end {end:g}"
+    begin, done = as_step(start, total_steps), as_step(start if switch else end, total_steps)
+    if done >= total_steps:
         raise UserError(f"{last}: in a run of {total_steps} steps it would never come to --norm {settings.norm}")
-    if end and begin >= end[0] and (settings.gamma_start < 1) != (settings.gamma_end < 1):
-        raise UserError(
-            f"--gamma-start {settings.gamma_start:g} is step {begin} and {last} is step {end[0]} of {total_steps}: "
-            "an anneal begins before it ends"
-        )
+    if not switch and begin >= done and (start < 1) != (end < 1):
+        at = f"--gamma-start {start:g} is step {begin} and {last} is step {done} of {total_steps}"
+        raise UserError(f"{at}: an anneal begins before it ends")
 
 
 def start_exponents(settings: LossConfig) -> Exponents | None:
@@ -49,10 +47,8 @@ def exponents_at(settings: LossConfig, step: int, total_steps: int) -> Exponents
     start, end = Normalization(settings.gamma_from).exponents, Normalization(settings.norm).exponents
     begin = as_step(settings.gamma_start, total_steps)
     done = begin if settings.gamma_schedule == "switch" else as_step(settings.gamma_end, total_steps)
-    if step >= done:
-        return end
     share = max(0, step - begin) / max(1, done - begin)
-    return Exponents(*(a + share * (b - a) for a, b in zip(start, end, strict=True)))
+    return end if step >= done else Exponents(*(a + share * (b - a) for a, b in zip(start, end, strict=True)))
 
 
 def rate_factor(settings: LossConfig, step: int, total_steps: int) -> float:
@@ -63,22 +59,15 @@ def rate_factor(settings: LossConfig, step: int, total_steps: int) -> float:
 
 def i2t_weight_at(settings: LossConfig, step: int, total_steps: int) -> float | None:
     """Lambda of a step, from --i2t-weight at the first to --i2t-weight-end at the last; None if it is constant."""
-    end = settings.i2t_weight_end
-    if end is None:
-        return None
-    start = 0.5 if settings.i2t_weight is None else settings.i2t_weight
+    start, end = 0.5 if settings.i2t_weight is None else settings.i2t_weight, settings.i2t_weight_end
     share = step / max(1, total_steps - 1)
-    return (1 - share) * start + share * end
+    return None if end is None else (1 - share) * start + share * end
 
 
 def describe(step: int, line: dict[str, Any]) -> list[str]:
-    """Transitions and starts from another run in a line of metrics.jsonl, of a step from 1, as sentences.
-
-    Both are objects of [before, after] by the names of metrics.jsonl (``logit_scale_*`` is alpha).
-    """
+    """Transitions and starts from another run in a line of metrics.jsonl, of a step from 1, as sentences."""
     texts = []
-    if "initial" in line:
-        at = line["initial"]
+    if at := line.get("initial"):
         trained = f"{at['loss']} loss, {at['norm']}" if at["loss"] else "a plain CLIP"
         texts.append(f"starting from {printable(at['run'], 80)} ({printable(trained, 80)}): {_changes(at)}")
     if "transition" in line:

@@ -1,8 +1,7 @@
 """The directional loss inside sentence-transformers: a drop-in loss for SentenceTransformerTrainer.
 
 Column 0 of a batch holds queries, column 1 the document of each, further columns hard negatives, which are candidates
-of q2d only. The loss itself is ``mmclip.losses.ContrastiveLoss``; this module connects it to columns, ids, ranks and
-sentence-transformers' gradient cache.
+of q2d only. ``ContrastiveLoss`` is connected here to columns, ids, ranks and sentence-transformers' gradient cache.
 
 Ids of a batch are its labels, int [B, 2 + K]: query, document, and the document of each of K hard negatives, from 0 to
 2**31 - 1. A known positive of a query is a document judged relevant to it (``relevant``), or paired with the same query
@@ -31,12 +30,12 @@ class RoleRankingLoss(nn.Module):
 
     The first batch sets alpha so that the effective scale is ``scale_init``; then it is held, or learned with
     ``learn_scale``. Call ``clamp_logit_scale`` after every optimizer step. With ``norm`` learned, give parameters that
-    match "gamma_hat" a larger learning rate (``learning_rate_mapping``) and no weight decay. Evaluation, that is a
-    forward pass without gradients, leaves the loss unchanged.
+    match "gamma_hat" a larger learning rate (``learning_rate_mapping``) and no weight decay. A forward pass without
+    gradients leaves the loss unchanged.
 
-    Ranks: ``gather_across_devices`` makes the batches of all ranks one batch, with its exact gradients; otherwise each
-    rank has candidates of its own. Either way norm statistics are those of all ranks, and the gradients of alpha and
-    gamma, which DistributedDataParallel does not hold, are averaged over ranks when backward reaches them.
+    Ranks: ``gather_across_devices`` makes their batches one, with its exact gradients; otherwise each has candidates of
+    its own. Either way norm statistics are those of all ranks, and the gradients of alpha and gamma, which
+    DistributedDataParallel does not hold, are averaged over ranks when backward reaches them.
     """
 
     relevant: Tensor
@@ -86,16 +85,12 @@ class RoleRankingLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The loss's settings for a model card."""
-        similarity = self.loss.similarity
-        return {
-            "weights": {d.value: w for d, w in self.loss.weights.items()},
-            "norm": similarity.norm.value,
-            "positives": self.loss.positives.value,
-            **{name: getattr(similarity, name) for name in ("scale_init", "scale_max", "learn_scale")},
-            "gamma_init": self.gamma_init,
-            **{name: getattr(self.loss, name) for name in ("focal", "norm_drift")},
-            "gather_across_devices": self.gather_across_devices,
-        }
+        loss, similarity = self.loss, self.loss.similarity
+        settings: dict[str, Any] = {"weights": {d.value: w for d, w in loss.weights.items()}}
+        settings |= {"norm": similarity.norm.value, "positives": loss.positives.value}
+        settings |= {name: getattr(similarity, name) for name in ("scale_init", "scale_max", "learn_scale")}
+        settings |= {"gamma_init": self.gamma_init, "focal": loss.focal, "norm_drift": loss.norm_drift}
+        return settings | {"gather_across_devices": self.gather_across_devices}
 
     def _own(self) -> list[nn.Parameter]:
         """Trained parameters beside the model: alpha and gamma."""
@@ -110,9 +105,8 @@ class RoleRankingLoss(nn.Module):
 
     def _value(self, rows: list[Tensor], labels: Tensor | None) -> Tensor:
         """Loss of the columns' raw features, [B, D] each."""
-        features, negatives = {"query": rows[0], "document": rows[1]}, {}
-        if rows[2:]:
-            negatives["document"] = torch.cat(rows[2:])
+        features = {"query": rows[0], "document": rows[1]}
+        negatives = {"document": torch.cat(rows[2:])} if rows[2:] else {}
         positives = self._positives(labels, len(rows[0]), len(rows) - 2)
         if not torch.is_grad_enabled():  # the trainer evaluates with the loss in training mode
             before = {name: state.clone() for name, state in self.loss.state_dict().items()}
@@ -121,21 +115,17 @@ class RoleRankingLoss(nn.Module):
             return value
         mode = self.loss.training
         if distributed.world()[1] > 1 and not self.gather_across_devices:
+            self.loss.gather = True
             with torch.no_grad():  # norm statistics are those of all ranks, or the ranks' alphas would diverge
-                self.loss.gather = True
                 self.loss(features, negatives=negatives, untrained=False)
-                self.loss.gather = False
+            self.loss.gather = False
             self.loss.eval()
         value = self.loss(features, positives, negatives, untrained=False).loss
         self.loss.train(mode)
         return value
 
     def _positives(self, labels: Tensor | None, pairs: int, negatives: int) -> PositiveMask | None:
-        """Known positives of a batch by its ids; None without ids.
-
-        Raises:
-            UserError: judgments are known, but the batch has no ids.
-        """
+        """Known positives of a batch by its ids; None without ids (UserError where judgments are known)."""
         if self.loss.positives is Positives.NONE:
             return None
         width = 2 + negatives
@@ -153,8 +143,10 @@ class RoleRankingLoss(nn.Module):
 
 
 class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
-    """The same loss and gradients with ``mini_batch_size`` texts in the model at once, by sentence-transformers' gradient
-    cache: texts are encoded twice, and only a batch's features must fit into memory."""
+    """The same loss and gradients with ``mini_batch_size`` texts in the model at once, by gradient caching.
+
+    Texts are encoded twice, and only a batch's features must fit into memory.
+    """
 
     def __init__(self, model: nn.Module, *arguments: Any, mini_batch_size: int = 32, **settings: Any) -> None:
         super().__init__(model, *arguments, **settings)
@@ -176,8 +168,7 @@ class CachedRoleRankingLoss(CachedLossMixin, RoleRankingLoss):
     ) -> Tensor:
         """Loss of the mini-batches' features by column.
 
-        ``with_backward`` writes their gradients to ``grad`` and keeps those of alpha and gamma for the backward pass,
-        where the trainer's factors reach them, too.
+        ``with_backward`` writes their gradients to ``grad``; those of alpha and gamma wait for the trainer's factors.
         """
         value = self._value([torch.cat(parts) for parts in reps], labels)
         if not with_backward:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,26 +24,29 @@ from torch import Tensor
 from mmclip import distributed
 from mmclip.losses.cross_entropy import focal_weights
 from mmclip.losses.positives import Lookup, oriented
-from mmclip.roles import Direction
-from mmclip.similarity import Similarity, at_least_float32, divisor
+from mmclip.roles import Direction, Positives
+from mmclip.similarity import divisor
+
+if TYPE_CHECKING:
+    from mmclip.losses.contrastive import ContrastiveLoss
 
 ROWS = 512  # rows of a block, at least: fewer and the matrix products slow down
 BLOCK = {"cpu": 2**21, "cuda": 2**26}  # numbers of a block, at least, by kind of device
 PIECE = {"cpu": 2**11, "cuda": 2**31}  # columns of one matrix product: wider ones slow down on a CPU
 STRIP = {"cpu": 2**18, "cuda": 2**26}  # numbers of a block that are processed together: a CPU's cache holds few
 KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of products that are kept for the gradients
+HIDDEN = -1e22  # score of no candidate: scales from 1e-12 to 1e12 keep it low and finite
 
-Scales = tuple[Tensor | None, Tensor | None]
+Sides = Mapping[str, Tensor]
+Weights = Mapping[Direction, float | None]  # None: a value without gradient
 
 
 def tiled_loss(
-    similarity: Similarity, weights: Mapping[Direction, float | None], features: Mapping[str, Tensor],
-    negatives: Mapping[str, Tensor], lookup: Lookup | None, multi: bool, focal: float, gather: bool,
-) -> tuple[Tensor, dict[Direction, Tensor]]:  # fmt: skip
-    """Weighted total, 0-d, with its gradients, and each direction's own loss without, as ``ContrastiveLoss`` has them.
+    loss: ContrastiveLoss, weights: Weights, features: Sides, negatives: Sides, lookup: Lookup | None
+) -> tuple[Tensor, dict[Direction, Tensor]]:
+    """Weighted total, 0-d, with its gradients, and each direction's own value, as ``loss`` has them.
 
-    ``weights`` are of one or two directions, the row direction first; None is a loss without gradient. Known positives
-    (``lookup``) are left out or, if ``multi``, targets. bfloat16 features on CUDA are multiplied as they are.
+    ``weights`` are of one or two directions, the row direction first. bfloat16 on CUDA is multiplied as it is.
     """
     first, *others = weights
     sides = {first.query_side: bool(others), first.document_side: True}  # side -> whether its negatives are candidates
@@ -53,23 +56,25 @@ def tiled_loss(
     )
     half = rows.dtype == columns.dtype and takes_half(rows)
     if not half:
-        dtype = torch.promote_types(at_least_float32(rows[:0]).dtype, at_least_float32(columns[:0]).dtype)
+        dtype = torch.promote_types(torch.promote_types(rows.dtype, columns.dtype), torch.float32)
         rows, columns = rows.to(dtype), columns.to(dtype)
     with torch.autocast(device_type=rows.device.type, enabled=False):
-        gamma_q, gamma_d = similarity.exponents
-        alike = not isinstance(gamma_q, Tensor) and gamma_q == gamma_d  # then one number scales a whole tile
-        by = [(divisor(rows, gamma_q), divisor(columns, gamma_d))]
-        by += [by[0] if alike else (divisor(rows, gamma_d), divisor(columns, gamma_q)) for _ in others]
-        alphas = [similarity.scale(d) for d in weights]
-        scales: list[Scales] = [_scales(a, b) for a, b in zip(alphas, by, strict=True)]
-        if not half:  # bfloat16 products are exact, its multiples are not
-            row, column = scales[0]
-            assert row is not None
-            rows = rows * (row[:, None] if row.ndim else row)
-            columns = columns if column is None else columns * column[:, None]
-            scales = [(None, None), *(_scales(alphas[1] / alphas[0], b, by[0]) for b in by[1:])]
+        (gamma_q, gamma_d), alphas = loss.similarity.exponents, [loss.similarity.scale(d) for d in weights]
+        # What rows and columns hold already: bfloat16 products are exact, its multiples are not
+        held: Any = (0.0, 0.0, 1.0) if half else (gamma_q, gamma_d, alphas[0])
+        scales = [
+            (
+                _over(alpha / held[2], divisor(rows, of_rows - held[0])),
+                _over(None, divisor(columns, of_columns - held[1])),
+            )
+            for alpha, of_rows, of_columns in zip(alphas, (gamma_q, gamma_d), (gamma_d, gamma_q), strict=False)
+        ]
+        if not half:
+            scales[0], column = (None, None), divisor(columns, gamma_d)
+            rows = rows * _over(alphas[0], divisor(rows, gamma_q)).reshape(-1, 1)
+            columns = columns if column is None else columns / column[:, None]
         known = None if lookup is None else oriented(lookup, first)
-        tiles = _Tiles(list(weights.values()), len(features[first.query_side]), known, multi, focal, gather)
+        tiles = _Tiles(loss, list(weights.values()), len(features[first.query_side]), known)
         columns, *column_scales = tiles.gathered(len(rows), columns, *(c for _, c in scales))
         tensors = [rows, columns, *(t for (r, _), c in zip(scales, column_scales, strict=True) for t in (r, c))]
         tiles.differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -84,16 +89,12 @@ def takes_half(rows: Tensor) -> bool:
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Matrix product, of bfloat16 in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.mm(a, b, out=out)
+    return torch.mm(a, b, **({"out_dtype": torch.float32} if a.dtype == torch.bfloat16 else {}), out=out)
 
 
-def _scales(alpha: Tensor, by: Scales, applied: Scales = (None, None)) -> Scales:
-    """Factors per row, [N] or 0-d, and per column, [M] or None, where ``applied`` divides rows and columns already."""
-    row, column = (
-        None if a is b else a if b is None else b.reciprocal() if a is None else a / b
-        for a, b in zip(applied, by, strict=True)
-    )
-    return (alpha if row is None else alpha * row), column
+def _over(alpha: Tensor | None, by: Tensor | None) -> Any:
+    """alpha / by, [N] or 0-d, None for 1."""
+    return alpha if by is None else by.reciprocal() if alpha is None else alpha / by
 
 
 class _Tiled(torch.autograd.Function):
@@ -111,37 +112,25 @@ class _Tiled(torch.autograd.Function):
         return (None, *(g if g is None else g * outer[0].to(g.dtype) for g in ctx.gradients))
 
 
-class Tile(NamedTuple):
-    """Products [k, M] of rows with all columns; ``known`` positives bool [k, M], with the pairs if those are targets.
-
-    ``pair`` is the column of the first row's pair, the next row's follows; None for rows that are negatives.
-    """
-
-    rows: slice
-    products: Tensor
-    known: Tensor | None
-    pair: int | None
-
-
 class _Tiles:
     """One pass over the tiles of x [N, D] times y [M, D] transposed."""
 
-    def __init__(self, weights: list[float | None], pairs: int, lookup: Lookup | None, multi: bool, focal: float,
-                 gather: bool) -> None:  # fmt: skip
-        self.weights, self.pairs, self.lookup, self.multi, self.focal = weights, pairs, lookup, multi, focal
-        self.rank, self.ranks = distributed.world() if gather else (0, 1)
+    def __init__(self, loss: ContrastiveLoss, weights: list[float | None], pairs: int, lookup: Lookup | None) -> None:
+        self.weights, self.pairs, self.lookup, self.focal = weights, pairs, lookup, loss.focal
+        self.several = lookup is not None and loss.positives is Positives.MULTI  # targets of a query
+        self.rank, self.ranks = distributed.world() if loss.gather else (0, 1)
         alone = SimpleNamespace(all_sum=lambda x: x, all_max=lambda x: x, gather_rows=lambda x, _=None: x)
-        self.all: Any = distributed if gather else alone
+        self.all: Any = distributed if loss.gather else alone
         self.differentiated = False
 
-    def gathered(self, n_rows: int, *columns: Tensor | None) -> list[Any]:
+    def gathered(self, n_rows: int, *columns: Any) -> list[Any]:
         """Columns and their scales, [m, ...] each or None, of all ranks: pairs before negatives."""
         first, p = columns[0], self.pairs
-        assert first is not None
         counts = torch.tensor([[p, len(first) - p, n_rows - p]], device=first.device)
         pairs, negatives, row_negatives = self.all.gather_rows(counts, [1] * self.ranks).T.tolist()
         self.all_pairs, self.first = sum(pairs), sum(pairs[: self.rank])
-        self.first_negative = self.all_pairs + sum(row_negatives[: self.rank])  # number of its first row
+        self.numbers = torch.arange(n_rows, device=first.device) + self.first  # of this rank's rows among all
+        self.numbers[p:] += self.all_pairs + sum(row_negatives[: self.rank]) - p - self.first
         if self.ranks == 1:
             return list(columns)
         sizes = [(s, n) for s, n in ((slice(0, p), pairs), (slice(p, None), negatives)) if sum(n)]
@@ -149,42 +138,66 @@ class _Tiles:
 
     def run(self, x: Tensor, y: Tensor, *scales: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """Each direction's loss, [1 or 2], and the gradients of all tensors."""
-        self.x, self.y, self.numbers = x, y, torch.arange(len(y), device=x.device)
-        self.like = x.new_empty(0, dtype=torch.float32 if x.dtype == torch.bfloat16 else x.dtype)
+        block, self.piece, strip, left = (t.get(x.device.type, t["cpu"]) for t in (BLOCK, PIECE, STRIP, KEEP))
+        height, self.strip = (max(least, n // max(len(y), 1)) for least, n in ((ROWS, block), (1, strip)))
+        blocks = [slice(i, i + height) for i in range(0, len(x), height)]
+        self.x, self.y, self.like = x, y, x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         self.softmaxes = [StreamingSoftmax(self, i > 0, *scales[2 * i :][:2]) for i in range(len(self.weights))]
         if self.differentiated:
             self.gradients = [torch.zeros_like(t, dtype=self.like.dtype) for t in (x, y)]
         at_once = self.differentiated and len(self.weights) == 1 and not self.focal
-        left = self._limit(KEEP) if self.differentiated and not at_once else 0
-        kept: list[Tensor] = []  # of the first blocks
-        for at in self._blocks():
+        kept: list[Tensor] = []  # products of the first blocks
+        for at in blocks:
             products = self._products(at)
             for tile in self._tiles(products, at):
-                for softmax in self.softmaxes[tile.pair is None :]:
-                    softmax.add(tile)
+                for softmax in self.softmaxes:
+                    softmax.add(*tile)
+            left -= products.numel() * products.itemsize
             if at_once:
                 self.softmaxes[0].weigh(at, 1 / self.all_pairs)
                 self._differentiate(products, at)
-            left -= products.numel() * products.itemsize
-            if left >= 0:
+            elif self.differentiated and left >= 0:
                 kept.append(products)
         values = torch.stack([softmax.finish() for softmax in self.softmaxes])
         if not self.differentiated:
             return values, []
-        for i, at in enumerate(self._blocks() if not at_once else ()):
+        for i, at in enumerate(blocks if not at_once else ()):
             self._differentiate(kept[i] if i < len(kept) else self._products(at), at)
         return values, [*self.gradients, *(g for s in self.softmaxes for g in s.scale_gradients())]
 
+    def _products(self, at: slice) -> Tensor:
+        """Products [k, M] of rows with all columns; those of known positives that are no targets are hidden."""
+        products = self.like.new_empty(len(self.x[at]), len(self.y))
+        for columns, part in zip(self.y.split(self.piece), products.split(self.piece, 1), strict=True):
+            multiply(self.x[at], columns.T, part)
+        if self.lookup is not None and not self.several:
+            products.masked_fill_(self._known(at), HIDDEN)
+        return products
+
+    def _known(self, rows: slice) -> Tensor:
+        """Known positives of rows, bool [k, M], with the pairs if those are targets, too."""
+        assert self.lookup is not None
+        known = self.lookup(self.numbers[rows], torch.arange(len(self.y), device=self.x.device))
+        self.own(known, rows).fill_(self.several)
+        return known
+
+    def own(self, tile: Tensor, rows: slice) -> Tensor:
+        """The pairs' entries of a tile, a view; rows of negatives have none."""
+        return tile[: max(0, self.pairs - rows.start)].diagonal(self.first + rows.start)
+
+    def _tiles(self, products: Tensor, at: slice) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """(Rows, products, targets where there may be several) of parts of a block that stay in the cache."""
+        for i, part in enumerate(products.split(self.strip)):
+            rows = slice(at.start + i * self.strip, at.start + i * self.strip + len(part))
+            yield rows, part, self._known(rows) if self.several else None
+
     def _differentiate(self, products: Tensor, at: slice) -> None:
         """Add a block's part of all gradients; its products are overwritten by theirs."""
-        for tile in self._tiles(products, at):
-            reverse = [s.differentiate(tile) for s in self.softmaxes[1:] if s.weight is not None]
-            if tile.pair is None:
-                tile.products.zero_()
-            else:  # in place, but where scales are left
-                tile.products.copy_(self.softmaxes[0].differentiate(tile, tile.products))
+        for rows, tile, targets in self._tiles(products, at):
+            reverse = [s.differentiate(rows, tile, targets) for s in self.softmaxes[1:] if s.weight is not None]
+            tile.copy_(self.softmaxes[0].differentiate(rows, tile, targets, tile))  # in place, unless scales are left
             for gradient in reverse:
-                tile.products[:, : self.all_pairs] += gradient
+                tile[:, : self.all_pairs] += gradient
         (of_rows, of_columns), products = self.gradients, products.to(self.y.dtype)
         of_rows[at] = multiply(products, self.y)
         if products.dtype == self.like.dtype:
@@ -192,62 +205,25 @@ class _Tiles:
         else:
             of_columns += multiply(products.T, self.x[at])
 
-    def _limit(self, table: dict[str, int]) -> int:
-        return table.get(self.x.device.type, table["cpu"])
-
-    def _blocks(self) -> Iterator[slice]:
-        """Rows that are multiplied together, pairs or negatives; negatives only where columns are queries, too."""
-        height = max(ROWS, self._limit(BLOCK) // max(len(self.y), 1))
-        for start, stop in ((0, self.pairs), (self.pairs, len(self.x) if len(self.weights) > 1 else 0)):
-            for first in range(start, stop, height):
-                yield slice(first, min(first + height, stop))
-
-    def _products(self, at: slice) -> Tensor:
-        rows, piece = self.x[at], self._limit(PIECE)
-        if rows.dtype == torch.bfloat16:
-            return multiply(rows, self.y.T)
-        out = rows.new_empty(len(rows), len(self.y))
-        for columns, part in zip(self.y.split(piece), out.split(piece, 1), strict=True):
-            multiply(rows, columns.T, part)
-        return out
-
-    def _tiles(self, products: Tensor, at: slice) -> Iterator[Tile]:
-        """Parts of a block that stay in the cache."""
-        height = max(1, self._limit(STRIP) // max(len(self.y), 1))
-        for start, part in zip(range(at.start, at.stop, height), products.split(height), strict=True):
-            first = start + (self.first if start < self.pairs else self.first_negative - self.pairs)
-            pair, known = first if start < self.pairs else None, None
-            if self.lookup is not None:
-                known = self.lookup(torch.arange(first, first + len(part), device=part.device), self.numbers)
-                if pair is not None:
-                    known.diagonal(pair).fill_(self.multi)
-            yield Tile(slice(start, start + len(part)), part, known, pair)
-
 
 class StreamingSoftmax:
     """Softmax statistics of one retrieval direction, accumulated over score tiles, and then each tile's gradient.
 
-    Queries are the rows of this rank or, ``by_column``, the columns of all. ``row_scale``, ``column_scale``: factors not
-    yet applied to the tiles.
+    Queries are the rows of this rank (negatives among them, without weight) or, ``by_column``, the columns of all
+    ranks' pairs. The residual scales are not yet applied to the tiles. Sums are kept under a running maximum: raw
+    scores have no bound.
     """
 
     def __init__(self, tiles: _Tiles, by_column: bool, row_scale: Tensor | None, column_scale: Tensor | None) -> None:
         self.tiles, self.by_column, self.dim, like = tiles, by_column, 1 - by_column, tiles.like
-        n = tiles.all_pairs if by_column else tiles.pairs
-        self.width = n if by_column else len(tiles.y)
         self.weight, self.row_scale, self.column_scale = tiles.weights[by_column], row_scale, column_scale
-        self.several = tiles.multi and tiles.lookup is not None  # targets of a query
-        self.lse, self.targets = LogSumExp(n, like), LogSumExp(n, like)
-        self.target, self.count, self.share, self.shift = (like.new_zeros(n) for _ in range(4))
+        self.pairs = tiles.all_pairs if by_column else tiles.pairs
+        self.width, n = (self.pairs, self.pairs) if by_column else (len(tiles.y), len(tiles.x))
+        self.every, self.first = slice(None) if by_column else None, tiles.first if by_column else 0
+        # sum and that of the targets alone; the targets' scores added up, and their number
+        self.sum, self.hits, self.target, self.count, self.share = (like.new_zeros(n) for _ in range(5))
+        self.top, self.shift = like.new_full((n,), -torch.inf), like.new_full((n,), torch.inf)
         self.row_moved, self.column_moved = like.new_zeros(len(tiles.x)), like.new_zeros(len(tiles.y))
-
-    def read(self, tile: Tile) -> tuple[Tensor, Tensor | None, slice, slice | None]:
-        """(Scores, known positives, queries of a tile, queries of its pairs)."""
-        scores = self.scaled(tile.products[:, : self.width], tile.rows)
-        known = None if tile.known is None else tile.known[:, : self.width]
-        if not self.by_column:
-            return scores, known, tile.rows, tile.rows
-        return scores, known, slice(None), None if tile.pair is None else slice(tile.pair, tile.pair + len(scores))
 
     def scaled(self, tile: Tensor, rows: slice) -> Tensor:
         """The tile times the residual scales."""
@@ -255,83 +231,61 @@ class StreamingSoftmax:
             tile = tile * (self.row_scale[rows, None] if self.row_scale.ndim else self.row_scale)
         return tile if self.column_scale is None else tile * self.column_scale[: self.width]
 
-    def add(self, tile: Tile) -> None:
-        """Take a tile's scores into log-sum-exps and targets."""
-        scores, known, queries, own = self.read(tile)
-        if known is not None and self.several:
-            self.target[queries] += torch.where(known, scores, 0).sum(self.dim)
-            self.count[queries] += known.sum(self.dim)
-            if self.tiles.focal:
-                self.targets.add(scores.masked_fill(~known, -torch.inf), queries, self.dim)
-        elif own is not None and tile.pair is not None:
-            self.target[own], self.count[own] = scores.diagonal(tile.pair), 1
-        if known is not None and not self.several:
-            scores = scores.masked_fill(known, -torch.inf)
-        self.lse.add(scores, queries, self.dim)
+    def add(self, rows: slice, tile: Tensor, targets: Tensor | None) -> None:
+        """Take a tile's scores into the sums."""
+        scores, queries = self.scaled(tile[:, : self.width], rows), self.every or rows
+        before, self.top[queries] = self.top[queries].clone(), torch.maximum(self.top[queries], scores.amax(self.dim))
+        faded = (before - self.top[queries]).exp()
+        shares = (scores - self.top[queries].unsqueeze(self.dim)).exp_()
+        self.sum[queries] = self.sum[queries] * faded + shares.sum(self.dim)
+        if targets is None:
+            own, first = self.tiles.own(scores, rows), self.first + rows.start
+            self.target[first : first + len(own)], self.count[first : first + len(own)] = own, 1
+        else:
+            targets = targets[:, : self.width]
+            self.hits[queries] = self.hits[queries] * faded + (shares * targets).sum(self.dim)
+            self.target[queries] += (scores * targets).sum(self.dim)
+            self.count[queries] += targets.sum(self.dim)
 
     def weigh(self, queries: slice, weights: Tensor | float) -> None:
         """Set the queries' weights in the total; exp(score - shift) is weight times probability."""
         self.share[queries] = (self.weight or 0.0) * self.tiles.ranks * weights
-        self.shift[queries] = self.lse.value()[queries] - self.share[queries].log()
+        self.shift[queries] = (self.top + self.sum.log())[queries] - self.share[queries].log()
 
     def finish(self) -> Tensor:
         """The direction's loss, 0-d, after all tiles."""
-        tiles, weights = self.tiles, 1 / self.tiles.all_pairs
+        tiles, own, weights = self.tiles, slice(0, self.pairs), 1 / self.tiles.all_pairs
         if self.by_column:
-            self.target, self.count = tiles.all.all_sum(self.target), tiles.all.all_sum(self.count)
-            self.lse.merge(tiles.all)
-            self.targets.merge(tiles.all)
-        lse, target = self.lse.value(), self.target / self.count
+            before, self.top = self.top, tiles.all.all_max(self.top)
+            faded = (before - self.top).exp()
+            sums = torch.stack([self.sum * faded, self.hits * faded, self.target, self.count])
+            self.sum, self.hits, self.target, self.count = tiles.all.all_sum(sums)
+        lse, target = (self.top + self.sum.log())[own], (self.target / self.count)[own]
         if tiles.focal:
-            log_p = (self.targets.value() if self.several else target) - lse
+            log_p = (self.hits / self.sum).log()[own] if tiles.several else target - lse
             every = log_p if self.by_column else tiles.all.gather_rows(log_p)
             weights = focal_weights(every, tiles.focal)[0 if self.by_column else tiles.first :][: len(log_p)]
-        self.weigh(slice(None), weights)
+        self.weigh(own, weights)
         value = ((lse - target) * weights).sum()
         return value if self.by_column else tiles.all.all_sum(value)
 
-    def differentiate(self, tile: Tile, out: Tensor | None = None) -> Tensor:
+    def differentiate(self, rows: slice, tile: Tensor, targets: Tensor | None, out: Tensor | None = None) -> Tensor:
         """The total's gradient in a tile's products, [k, width]; those in the scales are summed up."""
-        scores, known, queries, own = self.read(tile)
+        scores, queries = self.scaled(tile[:, : self.width], rows), self.every or rows
         out = torch.sub(scores, self.shift[queries].unsqueeze(self.dim), out=out).exp_()
-        if known is not None and self.several:
-            out -= known * (self.share / self.count)[queries].unsqueeze(self.dim)
-        elif own is not None and tile.pair is not None:
-            out.diagonal(tile.pair).sub_(self.share[own])
-        if known is not None and not self.several:
-            out.masked_fill_(known, 0)
+        if targets is None:
+            own = self.tiles.own(out, rows)
+            own -= self.share[self.first + rows.start :][: len(own)]
+        else:
+            out -= targets[:, : self.width] * (self.share / self.count.clamp_min(1))[queries].unsqueeze(self.dim)
         if self.row_scale is not None or self.column_scale is not None:
             moved = out * scores
-            self.row_moved[tile.rows] += moved.sum(1)
+            self.row_moved[rows] += moved.sum(1)
             self.column_moved[: self.width] += moved.sum(0)
-        return self.scaled(out, tile.rows)
+        return self.scaled(out, rows)
 
     def scale_gradients(self) -> list[Tensor | None]:
         """Of the residual scales: their logarithms' gradients, divided by them."""
         row, column = self.row_scale, self.column_scale
         moved = self.row_moved if row is None or row.ndim else self.row_moved.sum()
         return [None if row is None else moved / row, None if column is None else self.column_moved / column]
-
-
-class LogSumExp:
-    """Log-sum-exp of n series, accumulated under a running maximum: raw scores have no bound."""
-
-    def __init__(self, n: int, like: Tensor) -> None:
-        self.top, self.sum = like.new_full((n,), -torch.inf), like.new_zeros(n)
-
-    def add(self, scores: Tensor, of: slice, dim: int) -> None:
-        """Take scores [k, n] into the series ``of``; ``dim`` is summed out."""
-        before = self.top[of]
-        top = torch.maximum(before, scores.amax(dim))
-        base = top.masked_fill(top == -torch.inf, 0)  # of a series that is empty so far
-        self.sum[of] = self.sum[of] * (before - base).exp() + (scores - base.unsqueeze(dim)).exp_().sum(dim)
-        self.top[of] = top
-
-    def merge(self, ranks: Any) -> None:
-        """Add the other ranks' series."""
-        before, self.top = self.top, ranks.all_max(self.top)
-        self.sum = ranks.all_sum(self.sum * (before - self.top.masked_fill(self.top == -torch.inf, 0)).exp())
-
-    def value(self) -> Tensor:
-        """Log-sum-exp of each series, [n]."""
-        return self.top + self.sum.log()

@@ -18,12 +18,10 @@ from mmclip.models.text_encoder import TextEncoder, quiet
 
 
 def export_clip(folder: Path, model: ClipModel, log_alpha: float, metadata: dict[str, Any]) -> None:
-    """Write a trained CLIP as a folder that open_clip opens as ``local-dir:FOLDER``.
+    """Write a trained CLIP as a folder that open_clip opens as ``local-dir:FOLDER``, with mmclip.json beside.
 
-    open_clip_config.json and open_clip_model.safetensors hold a plain CLIP with ``logit_scale`` = ``log_alpha``;
-    mmclip.json holds what a plain CLIP has no place for. The config and tokenizer of a Hugging Face text tower are
-    written beside them with "." as ``hf_model_name``: mmclip resolves it to the folder, stock open_clip does so when
-    it is started inside the folder.
+    Its ``logit_scale`` is ``log_alpha``. The config and tokenizer of a Hugging Face text tower are written with "." as
+    ``hf_model_name``: mmclip resolves it to the folder, stock open_clip does so when it is started inside the folder.
     """
     clip: Any = model.towers.clip
     with torch.no_grad():
@@ -50,11 +48,9 @@ def export_clip(folder: Path, model: ClipModel, log_alpha: float, metadata: dict
 
 
 def export_text(folder: Path, model: TextEncoder, metadata: dict[str, Any]) -> None:
-    """Write a text encoder as a sentence-transformers folder with mmclip.json in it.
+    """Write a text encoder with its prompts as a sentence-transformers folder with mmclip.json in it.
 
-    ``similarity_fn_name`` tells stock sentence-transformers how to score: cosine for cosine and dnorm, dot for dot and
-    qnorm. A learned gamma_d between 0 and 1 has no name there, and the nearer one is written. The prompts are those
-    that ``model`` encodes with.
+    ``similarity_fn_name`` is cosine for cosine and dnorm, dot for dot and qnorm, and for a learned gamma_d the nearer.
     """
     model.encoder.similarity_fn_name = "cosine" if float(metadata["gamma_d"]) > 0.5 else "dot"
     model.encoder.prompts.update(model.prompts)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import math
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mmclip.config.model_config import (
-    WEIGHT_FILES,
     WEIGHT_SUFFIXES,
     check_model,
     check_sizes,
     read_metadata,
     read_model_config,
     refuse_coca,
+    weights_of,
 )
 from mmclip.errors import UserError, nearest, printable
+from mmclip.models.text_encoder import quiet
 from mmclip.models.towers import Pixels, Towers
 
 
@@ -109,25 +108,20 @@ def load_clip(model: str, pretrained: str | None = None) -> ClipModel:
         UserError: No such model. One line.
     """
     path = Path(model)
+    name = printable(model)
     if path.is_dir():
         inner = path / "model" if (path / "model").is_dir() else path
         if not (inner / "open_clip_config.json").is_file():
-            raise UserError(f"--model {printable(model)}: a folder without open_clip_config.json and without model/")
+            raise UserError(f"--model {name}: a folder without open_clip_config.json and without model/")
         model = f"local-dir:{inner}"
     elif path.suffix in WEIGHT_SUFFIXES and path.is_file() and pretrained is None:
-        checkpoint = printable(model)
-        raise UserError(
-            f"--model {checkpoint}: a checkpoint file does not name its architecture; name it: --model NAME "
-            f"--pretrained {checkpoint}"
-        )
+        how = f"name it: --model NAME --pretrained {name}"
+        raise UserError(f"--model {name}: a checkpoint file does not name its architecture; {how}")
     built = build_model(model, pretrained)
     built.towers.eval()
     if built.loaded_scale is None:
-        print(
-            f"warning: {printable(model)} has random weights, so its results are chance: give --pretrained, a tag or a "
-            "checkpoint file",
-            file=sys.stderr,
-        )
+        advice = "so its results are chance: give --pretrained, a tag or a checkpoint file"
+        print(f"warning: {printable(model)} has random weights, {advice}", file=sys.stderr)
     return built
 
 
@@ -158,17 +152,18 @@ def build_model(
     """
     check_model(model, pretrained)
     config, folder = _find_config(model)
-    refuse_coca(model, config["model_cfg"])
+    name, model_cfg = f"--model {printable(model)}", config["model_cfg"]
+    text_cfg = model_cfg["text_cfg"]
+    refuse_coca(model, model_cfg)
     if force_context_length is not None:
-        config["model_cfg"]["text_cfg"]["context_length"] = force_context_length
+        text_cfg["context_length"] = force_context_length
     if force_image_size is not None:
-        config["model_cfg"]["vision_cfg"]["image_size"] = force_image_size
-    check_sizes(f"--model {printable(model)}", config["model_cfg"])
-    tag = _known_tag(model, pretrained)
+        model_cfg["vision_cfg"]["image_size"] = force_image_size
+    check_sizes(name, model_cfg)
+    tag = open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}
     if pretrained and not tag and not Path(pretrained).is_file():
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none for this model"
         raise UserError(f"--pretrained {printable(pretrained)}: neither a file nor a tag of {model}; tags: {tags}")
-    text_cfg = config["model_cfg"]["text_cfg"]
     if text_trunk is not None:
         if "hf_model_name" not in text_cfg:
             raise UserError(f"--text-trunk {printable(text_trunk)}: {model} has no Hugging Face text tower")
@@ -176,7 +171,7 @@ def build_model(
     elif folder is not None and text_cfg.get("hf_model_name") == ".":
         text_cfg["hf_model_name"] = str(folder.resolve())  # an mmclip export carries its text config along
     complete = pretrained is not None or folder is not None  # every weight comes from a checkpoint
-    with tempfile.TemporaryDirectory() as scratch, _quiet():
+    with tempfile.TemporaryDirectory() as scratch, quiet():
         # All kinds of names become a local-dir that holds just the config; weights follow below.
         (Path(scratch) / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
@@ -188,41 +183,26 @@ def build_model(
                 force_context_length=force_context_length,
             )
         except Exception as error:  # open_clip, timm and transformers check little of what a config says
-            raise UserError(f"--model {printable(model)}: open_clip cannot build it: {_why(error)}") from None
+            raise UserError(f"{name}: open_clip cannot build it: {_why(error)}") from None
     clip.float()  # many trunks are stored as float16
-    loaded_scale = None
     checkpoint = _checkpoint(model, tag, pretrained, folder)
-    if checkpoint is not None:
-        loaded_scale = _load_clip(clip, checkpoint)
+    loaded_scale = None if checkpoint is None else _load_clip(clip, checkpoint)
     if image_trunk is not None:
         _load_image_trunk(clip, Path(image_trunk))
-    built = ClipModel(
-        Towers(clip, config["model_cfg"]),
-        dict(clip.visual.preprocess_cfg),
-        _tokenizer(model, config["model_cfg"]["text_cfg"], folder),
-        loaded_scale,
-        read_metadata(folder) if folder is not None else {},
-    )
-    _try_out(built, f"--model {printable(model)}" + (f" --pretrained {printable(pretrained)}" if pretrained else ""))
+    tokenizer, metadata = _tokenizer(model, text_cfg, folder), read_metadata(folder) if folder is not None else {}
+    built = ClipModel(Towers(clip, model_cfg), dict(clip.visual.preprocess_cfg), tokenizer, loaded_scale, metadata)
+    _try_out(built, name + (f" --pretrained {printable(pretrained)}" if pretrained else ""))
     return built
 
 
 @torch.no_grad()
 def _try_out(model: ClipModel, name: str) -> None:
-    """Encode one image and one text (UserError where that fails).
-
-    The parts of a valid config may not fit together: heads that do not divide a width, a patch larger than an image,
-    fewer embeddings than tokens.
-    """
+    """Encode one image and one text (UserError where that fails): parts of a valid config may not fit together."""
     training, stock, text_cfg = model.towers.training, model.tokenize.stock, model.towers.model_cfg["text_cfg"]
     model.towers.eval()
     try:
-        rows = text_cfg.get("vocab_size", 49_408)
-        if (
-            isinstance(stock, open_clip.SimpleTokenizer)
-            and not text_cfg.get("hf_model_name")
-            and rows < stock.vocab_size
-        ):
+        rows, own = text_cfg.get("vocab_size", 49_408), isinstance(stock, open_clip.SimpleTokenizer)
+        if own and not text_cfg.get("hf_model_name") and rows < stock.vocab_size:
             raise ValueError(f"vocab_size is {rows}, its tokenizer has {stock.vocab_size} tokens")
         pixels = model.transform()(Image.new("RGB", (64, 64)))
         image, text = model.towers(pixels[None], model.tokenize(["a"]))
@@ -250,41 +230,30 @@ def _find_config(model: str) -> tuple[dict[str, Any], Path | None]:
         return config, Path(model.removeprefix("local-dir:")) if model.startswith("local-dir:") else None
     model_cfg = open_clip.get_model_config(model.replace("/", "-"))
     if model_cfg is None:
-        raise UserError(
-            f"--model {printable(model)}: unknown to open_clip{nearest(model, open_clip.list_models())} "
-            "(or a model config JSON, or local-dir:FOLDER)"
-        )
+        close = f"{nearest(model, open_clip.list_models())} (or a model config JSON, or local-dir:FOLDER)"
+        raise UserError(f"--model {printable(model)}: unknown to open_clip{close}")
     return {"model_cfg": model_cfg, "preprocess_cfg": {}}, None
-
-
-def _known_tag(model: str, pretrained: str | None) -> dict[str, Any]:
-    """open_clip's entry of a tag, {} where ``pretrained`` is no tag of the model."""
-    return open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}
 
 
 def _checkpoint(model: str, tag: dict[str, Any], pretrained: str | None, folder: Path | None) -> Path | None:
     if tag:
         try:
-            with _quiet():
+            with quiet():
                 return Path(open_clip.download_pretrained(tag))
         except Exception as error:  # whatever the hub client raises: no network, no access, no such revision
-            raise UserError(
-                f"--pretrained {printable(pretrained)}: its weights could not be fetched for {model}: {printable(error)}"
-            ) from None
-    if pretrained:
-        return Path(pretrained)
-    if folder is not None:
-        for name in WEIGHT_FILES:
-            if (folder / name).is_file():
-                return folder / name
-        raise UserError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")
-    return None
+            why = f"its weights could not be fetched for {model}: {printable(error)}"
+            raise UserError(f"--pretrained {printable(pretrained)}: {why}") from None
+    if pretrained or folder is None:
+        return Path(pretrained) if pretrained else None
+    if path := weights_of(folder):
+        return path
+    raise UserError(f"--model local-dir:{folder}: no open_clip_model.safetensors in it")
 
 
 def _load_clip(clip: torch.nn.Module, path: Path) -> float:
     """Load every weight of a checkpoint; returns exp(logit_scale)."""
     try:
-        with _quiet():
+        with quiet():
             open_clip.load_checkpoint(clip, str(path), strict=True, weights_only=True, device="cpu")
         scale = float(clip.logit_scale.detach().exp().mean())  # type: ignore[operator]
         if not 0 < scale < math.inf:
@@ -300,20 +269,15 @@ def _load_image_trunk(clip: torch.nn.Module, path: Path) -> None:
     if trunk is None:
         raise UserError(f"--image-trunk {path}: this model's image tower is not a timm model")
     try:
-        if path.suffix == ".safetensors":
-            state = load_file(str(path))
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            state = state.get("state_dict", state)
-        missing, unexpected = trunk.load_state_dict(state, strict=False)
+        kind = path.suffix == ".safetensors"
+        state = load_file(str(path)) if kind else torch.load(path, map_location="cpu", weights_only=True)
+        missing, unexpected = trunk.load_state_dict(state.get("state_dict", state), strict=False)
     except Exception as error:  # a file of any kind may stand there
         raise UserError(f"--image-trunk {path}: not loadable: {_why(error, 240)}") from None
     unexpected = [k for k in unexpected if not k.startswith(("classifier.", "fc.", "head.", "head_dist."))]
     if missing or unexpected:
-        raise UserError(
-            f"--image-trunk {path}: does not fit {type(trunk).__name__}: {len(missing)} tensors missing "
-            f"{missing[:2]}, {len(unexpected)} left over {unexpected[:2]}"
-        )
+        why = f"{len(missing)} tensors missing {missing[:2]}, {len(unexpected)} left over {unexpected[:2]}"
+        raise UserError(f"--image-trunk {path}: does not fit {type(trunk).__name__}: {why}")
 
 
 def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Tokenizer:
@@ -321,39 +285,13 @@ def _tokenizer(model: str, text_cfg: dict[str, Any], folder: Path | None) -> Tok
     name, kwargs = text_cfg.get("hf_tokenizer_name"), text_cfg.get("tokenizer_kwargs") or {}
     local = folder is not None or model.endswith(".json")
     try:
-        with _quiet():
+        with quiet():
             if not local and not (name and Path(name).is_dir()):
                 return Tokenizer(open_clip.get_tokenizer(model, context_length=context_length))
             if not name:
                 return Tokenizer(open_clip.SimpleTokenizer(context_length=context_length, **kwargs))
-            stock = open_clip.tokenizer.HFTokenizer(
-                str(folder) if folder is not None else name,  # open_clip's rule: a local-dir holds its tokenizer
-                context_length=context_length,
-                tokenizer_mode=text_cfg.get("tokenizer_mode"),
-                **{**kwargs, "trust_remote_code": False},  # code that comes with a model never runs
-            )
-            return Tokenizer(stock)
+            path = str(folder) if folder is not None else name  # open_clip's rule: a local-dir holds its tokenizer
+            kwargs = {**kwargs, "trust_remote_code": False, "tokenizer_mode": text_cfg.get("tokenizer_mode")}
+            return Tokenizer(open_clip.tokenizer.HFTokenizer(path, context_length=context_length, **kwargs))
     except Exception as error:  # files and arguments come with the model
         raise UserError(f"the tokenizer {printable(name or model)} cannot be loaded: {_why(error)}") from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the logs of building, and refuse code that comes with a model.
-
-    open_clip logs each step and warns of "no weights" where weights follow; transformers would ask at the terminal
-    whether to run remote code.
-    """
-    from transformers import dynamic_module_utils as remote  # slow to import, and only builders need it
-    from transformers.utils import logging as hf_logging
-
-    before, patience = logging.root.manager.disable, remote.TIME_OUT_REMOTE_CODE
-    logging.disable(logging.WARNING)
-    hf_logging.disable_progress_bar()
-    remote.TIME_OUT_REMOTE_CODE = 0
-    try:
-        yield
-    finally:
-        logging.disable(before)
-        hf_logging.enable_progress_bar()
-        remote.TIME_OUT_REMOTE_CODE = patience

@@ -22,7 +22,7 @@ import torch
 
 from mmclip import __version__
 from mmclip.config import LossConfig, TextTrainConfig
-from mmclip.config.model_config import WEIGHT_FILES, export_folder, read_metadata
+from mmclip.config.model_config import export_folder, read_metadata, weights_of
 from mmclip.errors import UserError, printable
 from mmclip.roles import (
     CLIP_DIRECTIONS,
@@ -61,10 +61,7 @@ def main_direction(trained: Sequence[Direction]) -> Direction:
 
 
 def clip_metadata(
-    config: LossConfig,
-    similarity: Similarity,
-    trained: Sequence[Direction],
-    initial: dict[str, Any] | None = None,
+    config: LossConfig, similarity: Similarity, trained: Sequence[Direction], initial: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Metadata of a trained CLIP as plain values.
 
@@ -83,12 +80,8 @@ def clip_metadata(
 def text_metadata(config: TextTrainConfig, similarity: Similarity, trained: Sequence[Direction]) -> dict[str, Any]:
     """Metadata of a trained text encoder as plain values: see ``clip_metadata``."""
     weights = direction_weights(config.loss, config.q2d_weight, text=True)
-    metadata = {
-        "task": "text",
-        "loss": config.loss,
-        "q2d_weight": weights[Direction.Q2D],
-        "positives": config.positives,
-    }
+    metadata: dict[str, Any] = {"task": "text", "loss": config.loss, "q2d_weight": weights[Direction.Q2D]}
+    metadata |= {"positives": config.positives}
     metadata |= _similarity_metadata(similarity, trained, text=True)
     return metadata | {name: v for name in ("focal", "norm_drift") if (v := getattr(config, name))}
 
@@ -112,7 +105,7 @@ def initial_run(run: str) -> dict[str, Any]:
     """
     folder = export_folder(run)
     metadata, key = read_metadata(folder), None
-    if weights := next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None):
+    if weights := weights_of(folder):
         with weights.open("rb") as file:
             key = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     name = folder.resolve().parent.name if folder.name == "model" else folder.resolve().name
@@ -143,15 +136,12 @@ def trained_directions(metadata: Mapping[str, Any]) -> tuple[Direction, ...]:
     Raises:
         UserError: The loss is unknown.
     """
-    loss = metadata.get("loss")
+    loss, own = metadata.get("loss"), metadata.get("i2t_weight")
     if loss not in LOSS_WEIGHTS:
         valid = ", ".join(LOSS_WEIGHTS)
         raise UserError(f"the run names the loss {printable(loss)}; a direction needs one of: {valid}")
-    weight: float = LOSS_WEIGHTS[loss]
-    if loss == "sym":
-        own = metadata.get("i2t_weight")
-        constant = own in (0, 1) and metadata.get("i2t_weight_end", own) == own
-        weight = float(own) if own is not None and constant else weight
+    constant = loss == "sym" and own in (0, 1) and metadata.get("i2t_weight_end", own) == own
+    weight = float(own) if own is not None and constant else LOSS_WEIGHTS[loss]
     return tuple(d for d, w in zip(CLIP_DIRECTIONS, (weight, 1 - weight), strict=True) if w > 0)
 
 

@@ -32,7 +32,6 @@ from mmclip.models.metadata import METADATA_FILE, native_exponents
 from mmclip.similarity import Exponents, Normalization
 
 ROLES = ("query", "document")
-POOLINGS = ("mean", "cls", "lasttoken")
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}  # encode_document's order
 NO_LIMIT = 10**9  # a tokenizer that knows no limit says 10**30
 SHOWN = 3  # examples that a message names
@@ -84,13 +83,14 @@ class TextEncoder:
     def _cut(self, role: str) -> Iterator[None]:
         """Cut texts to a role's length inside the block."""
         own, length = self.encoder.max_seq_length, self.length_of(role)
+        if length in (None, own):
+            yield
+            return
+        self.encoder.max_seq_length = length
         try:
-            if length is not None and length != own:
-                self.encoder.max_seq_length = length
             yield
         finally:
-            if self.encoder.max_seq_length != own:
-                self.encoder.max_seq_length = own
+            self.encoder.max_seq_length = own
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], role: str, batch_size: int = 64, progress: bool = True) -> Tensor:
@@ -112,11 +112,11 @@ class TextEncoder:
             encoded = self.encoder.encode(
                 [texts[i] for i in some],
                 prompt=prompt,
+                task=role,
                 batch_size=batch_size,
-                show_progress_bar=progress and sys.stderr.isatty(),
                 convert_to_tensor=True,
                 normalize_embeddings=False,
-                task=role,
+                show_progress_bar=progress and sys.stderr.isatty(),
             )
         rows = torch.zeros(len(texts), encoded.shape[1] if some else self.dim)
         if some:
@@ -139,97 +139,86 @@ class TextEncoder:
 
 
 def load_text_model(
-    name: str,
-    device: str | torch.device = "cpu",
-    *,
-    pooling: str | None = None,
-    random_init: bool = False,
-    keep_normalize: bool = False,
-    query_length: int | None = None,
-    document_length: int | None = None,
-    query_prompt: str | None = None,
-    document_prompt: str | None = None,
-    precision: str = "fp32",
-    seed: int = 0,
+    model: str | TextModelConfig, device: str | torch.device = "cpu", keep_normalize: bool = False, **settings: Any
 ) -> TextEncoder:
-    """Load a model by folder or hub name, ready to encode raw embeddings.
+    """Load a text encoder, ready to encode raw embeddings; its notes are printed to stderr.
+
+    Texts are cut to the lengths of the settings, else, for a model that mmclip trained, to those of its training.
 
     Args:
-        name: Folder or hub name.
-        device: Torch device.
-        pooling: Pooling of a plain transformers model, which has none of its own: one of POOLINGS.
-        random_init: Keep architecture and tokenizer of the folder, and draw the weights from ``seed``.
-        keep_normalize: Leave Normalize modules in place.
-        query_length: Tokens of a query; None is the model's own limit.
-        document_length: Tokens of a document; None is the model's own limit.
-        query_prompt: Prompt of queries; None is the model's own.
-        document_prompt: Prompt of documents; None is the model's own.
-        precision: "fp32" or "amp_bf16".
-        seed: Of random weights.
+        model: folder or hub name, or all settings.
+        device: torch device.
+        keep_normalize: leave Normalize modules in place.
+        settings: fields of ``TextModelConfig`` beside a name, such as pooling or query_length; float32 by default.
 
     Raises:
-        UserError: No such model, or one that cannot be run. One line.
+        UserError: no such model, or one that cannot be run. One line.
     """
-    source = resolve_model(name)
-    if random_init and not Path(source).is_dir():
-        raise UserError(f"--model {printable(name)}: --random-init needs a folder, with a config and a tokenizer in it")
-    metadata, plain = read_text_metadata(source), is_plain(source)
-    if plain and pooling is None:
-        raise UserError(
-            f"--model {printable(name)}: no pooling: a plain transformers model needs --pooling, one of "
-            f"{', '.join(POOLINGS)}"
-        )
+    if isinstance(model, str):
+        model = TextModelConfig(**{"model": model, "precision": "fp32"} | settings)
+    name = f"--model {printable(model.model)}"
+    source = resolve_model(str(model.model))
+    if model.random_init and not Path(source).is_dir():
+        raise UserError(f"{name}: --random-init needs a folder, with a config and a tokenizer in it")
+    metadata = read_text_metadata(source)
+    plain = find_file(source, "modules.json") is None
+    plain = plain and (Path(source).is_dir() or find_file(source, "config.json") is not None)
+    if plain and model.pooling is None:
+        pooling = "a plain transformers model needs --pooling, one of mean, cls, lasttoken"
+        raise UserError(f"{name}: no pooling: {pooling}")
     # only now: it takes seconds
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
+    own = {"trust_remote_code": False}  # left out, transformers would ask at the terminal
+    float32 = {"dtype": torch.float32}
     with quiet() as missing, tempfile.TemporaryDirectory() as scratch:
         try:
-            if random_init:
-                source = random_weights(source, Path(scratch), seed)
-            if plain and pooling is not None:
-                own = {"trust_remote_code": False}  # left out, transformers would ask at the terminal
-                trunk = Transformer(
-                    source, model_kwargs={"dtype": torch.float32, **own}, processor_kwargs=own, config_kwargs=own
-                )
-                modules = [trunk, Pooling(trunk.get_embedding_dimension(), pooling)]
-                encoder = SentenceTransformer(modules=modules, device=str(device))
+            if model.random_init:
+                source = random_weights(source, Path(scratch), model.seed)
+            if plain:
+                trunk = Transformer(source, model_kwargs=float32 | own, processor_kwargs=own, config_kwargs=own)
+                modules = [trunk, Pooling(trunk.get_embedding_dimension(), model.pooling)]
+                encoder: Any = SentenceTransformer(modules=modules, device=str(device))
             else:
-                encoder = SentenceTransformer(
-                    source,
-                    device=str(device),
-                    trust_remote_code=False,
-                    model_kwargs={"dtype": torch.float32},
-                )
+                encoder = SentenceTransformer(source, device=str(device), model_kwargs=float32, **own)
         except Exception as error:  # a folder may hold anything, a hub may be away
-            raise UserError(f"--model {printable(name)}: cannot be loaded: {printable(error, 240)}") from None
-    if random_init:
-        redraw(encoder, seed)
+            raise UserError(f"{name}: cannot be loaded: {printable(error, 240)}") from None
+    if model.random_init:
+        redraw(encoder, model.seed)
     encoder.float().eval()
     removed, notes = ([], []) if keep_normalize else _remove_normalize(encoder)
-    if missing and not random_init:
+    if missing and not model.random_init:
         names = ", ".join(printable(n, 60) for n in missing[:SHOWN]) + ", …" * (len(missing) > SHOWN)
         notes.append(f"weights that its files lack were drawn at random ({len(missing)}: {names})")
-    prompts = {"query": query_prompt, "document": document_prompt}
-    model = TextEncoder(
-        encoder,
-        name,
-        removed,
-        metadata,
-        {"query": query_length, "document": document_length},
-        {role: _own_prompt(encoder, role) if prompt is None else prompt for role, prompt in prompts.items()},
-        precision,
-        notes,
-    )
-    _try_out(model)
-    return model
+    for note in notes:
+        print(f"warning: {printable(model.model)}: {printable(note)}", file=sys.stderr)
+    loaded = TextEncoder(encoder, str(model.model), removed, metadata, notes=notes)
+    loaded.precision = text_precision(model.precision, torch.device(device))
+    trained = metadata.get("lengths")
+    for role in ROLES:
+        length, prompt = getattr(model, f"{role}_length"), getattr(model, f"{role}_prompt")
+        if length is None and isinstance(trained, dict) and isinstance(trained.get(role), int) and trained[role] > 0:
+            length = trained[role]
+        if prompt is None:  # sentence-transformers' own, of encode_query or encode_document
+            prompt = next((encoder.prompts[n] for n in PROMPT_NAMES[role] if n in encoder.prompts), None)
+        loaded.lengths[role], loaded.prompts[role] = length, str(prompt or "")
+    for role in ROLES:  # the parts of a model may not fit together
+        try:
+            loaded.encode(["a"], role, progress=False)
+        except UserError:
+            raise
+        except Exception as error:  # any of its parts may be what does not fit
+            known = isinstance(error, KeyError) and "sentence_embedding" in str(error)
+            why = "no pooling among its modules, so no embedding of a text" if known else printable(error, 240)
+            raise UserError(f"{name}: cannot be run: {why}") from None
+    return loaded
 
 
 def resolve_model(name: str) -> str:
-    """The loadable name of a model.
+    """The loadable name of a model: of a run its folder ``model``, of a hub name its cache where no hub answers.
 
-    A run of ``mmclip train-text`` becomes its folder ``model``; a hub name stays, or becomes its folder in the hub's
-    cache where the hub does not answer. UserError where there is neither.
+    Raises UserError where there is neither.
     """
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     if not (path / "modules.json").is_file() and (path / "model" / "modules.json").is_file():
@@ -239,19 +228,9 @@ def resolve_model(name: str) -> str:
     if not path.exists() and name.count("/") <= 1 and hub_answers(name):
         return name
     if (folder := None if path.exists() else cached(name)) is None:
-        raise UserError(
-            f"--model {printable(name)}: no such folder, and no model of this name in the hub's cache; the hub does not "
-            "answer"
-        )
+        cause = "no such folder, and no model of this name in the hub's cache; the hub does not answer"
+        raise UserError(f"--model {printable(name)}: {cause}")
     return str(folder)
-
-
-def is_plain(name: str) -> bool:
-    """Whether a name is a transformers model without the modules of sentence-transformers; False for no model at all."""
-    source = resolve_model(name)
-    return find_file(source, "modules.json") is None and (
-        Path(source).is_dir() or find_file(source, "config.json") is not None
-    )
 
 
 def read_text_metadata(name: str) -> dict[str, Any]:
@@ -269,36 +248,11 @@ def _remove_normalize(encoder: Any) -> tuple[list[str], list[str]]:
 
     removed = []
     while len(encoder) > 1 and normalizes(encoder[-1]):
-        last = list(encoder._modules)[-1]
-        removed.append(type(encoder._modules[last]).__name__)
-        del encoder._modules[last]
-    inside = [i for i, module in enumerate(encoder) if normalizes(module)]
+        removed.append(type(encoder._modules.popitem()[1]).__name__)
+    inside = [type(encoder[i + 1]).__name__ for i, module in enumerate(encoder) if normalizes(module)]
     return removed, [
-        f"a Normalize module was left in place before {type(encoder[i + 1]).__name__}, which therefore sees unit vectors "
-        "only"
-        for i in inside
+        f"a Normalize module was left in place before {name}, whose inputs are unit vectors" for name in inside
     ]
-
-
-def _own_prompt(encoder: Any, role: str) -> str:
-    """The prompt of sentence-transformers' encode_query or encode_document."""
-    return str(next((encoder.prompts[n] for n in PROMPT_NAMES[role] if n in encoder.prompts), "") or "")
-
-
-def _try_out(model: TextEncoder) -> None:
-    """Encode one text of each role: the parts of a model may not fit together (UserError)."""
-    for role in ROLES:
-        try:
-            model.encode(["a"], role, progress=False)
-        except UserError:
-            raise
-        except Exception as error:  # any of its parts may be what does not fit
-            known = isinstance(error, KeyError) and "sentence_embedding" in str(error)
-            why = "no pooling among its modules, so no embedding of a text" if known else printable(error, 240)
-            raise UserError(f"--model {printable(model.name)}: cannot be run: {why}") from None
-
-
-# --- options ---------------------------------------------------------------------------------------------------------
 
 
 def text_precision(precision: str, device: torch.device) -> str:
@@ -311,34 +265,6 @@ def text_precision(precision: str, device: torch.device) -> str:
     return "amp_bf16" if half else "fp32"
 
 
-def open_text_model(settings: TextModelConfig, device: torch.device, keep_normalize: bool = False) -> TextEncoder:
-    """Load the text encoder that the flags describe; its notes are printed to stderr.
-
-    Texts are cut to the lengths of the flags, else, for a model that mmclip trained, to those of its training.
-    """
-    model = load_text_model(
-        str(settings.model),
-        device,
-        pooling=settings.pooling,
-        random_init=settings.random_init,
-        keep_normalize=keep_normalize,
-        query_length=settings.query_length,
-        document_length=settings.document_length,
-        query_prompt=settings.query_prompt,
-        document_prompt=settings.document_prompt,
-        seed=settings.seed,
-        precision=text_precision(settings.precision, device),
-    )
-    trained: Any = model.metadata.get("lengths")
-    for role in ROLES:
-        length = trained.get(role) if isinstance(trained, dict) else None
-        if model.lengths.get(role) is None and isinstance(length, int) and length > 0:
-            model.lengths[role] = length
-    for note in model.notes:
-        print(f"warning: {printable(model.name)}: {printable(note)}", file=sys.stderr)
-    return model
-
-
 def encoding(model: TextEncoder) -> dict[str, Any]:
     """How texts were encoded, for results.json and mmclip.json: {"removed", "lengths", "prompts"}."""
     return {
@@ -349,11 +275,10 @@ def encoding(model: TextEncoder) -> dict[str, Any]:
 
 
 def native_scoring(model: TextEncoder) -> tuple[Exponents, float | None]:
-    """(exponents, alpha) that a model's vectors are to be scored with.
+    """(Exponents, alpha) that a model's vectors are to be scored with: those of its training, if it is mmclip's.
 
-    What mmclip trained says it itself. Any other model has cosine where its Normalize was removed or its
-    ``similarity_fn_name`` is cosine (sentence-transformers' default), dot where that says dot; alpha is not known.
-    Errors: UserError for metadata without numbers, and for a similarity that is neither.
+    Any other model has cosine where its Normalize was removed or its ``similarity_fn_name`` is cosine
+    (sentence-transformers' default), dot where that says dot; alpha is not known. UserError for any other similarity.
     """
     if model.metadata:
         alpha = model.metadata.get("logit_scale_q2d")
@@ -363,12 +288,8 @@ def native_scoring(model: TextEncoder) -> tuple[Exponents, float | None]:
         return Normalization.COSINE.exponents, None
     if said == "dot":
         return Normalization.DOT.exponents, None
-    raise UserError(
-        f"--model {printable(model.name)}: its similarity is {printable(said, 40)}; cosine or dot can be evaluated"
-    )
-
-
-# --- files: a folder, the hub, its cache, or random weights ----------------------------------------------------------
+    name = printable(model.name)
+    raise UserError(f"--model {name}: its similarity is {printable(said, 40)}; cosine or dot can be evaluated")
 
 
 @functools.cache
@@ -455,38 +376,38 @@ def _trunk_folder(root: Path) -> str:
     return ""
 
 
-class _Missing(logging.Handler):
-    """Captures the log of loading libraries, and keeps the names of missing weights."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.names: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        for line in record.getMessage().splitlines():
-            cells = [c.strip() for c in re.sub(r"\x1b\[[0-9;]*m", "", line).split("|")]
-            if len(cells) > 1 and cells[1] in ("MISSING", "MISMATCH") and UNUSED_WEIGHTS not in cells[0]:
-                self.names.append(cells[0])
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Silence the logs and progress bars of loading; yields the (growing) list of weights that a checkpoint lacks."""
+    """Silence the logs, warnings and progress bars of loading, and refuse code that comes with a model.
+
+    Yields the (growing) list of weights that a checkpoint lacks, by transformers' log.
+    """
+    from transformers import dynamic_module_utils as remote  # slow to import, and only builders need it
     from transformers.utils import logging as hf_logging
 
-    missing = _Missing()
-    loggers = [logging.getLogger(name) for name in ("transformers", "sentence_transformers", "huggingface_hub")]
+    names: list[str] = []
+
+    class Missing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            for line in record.getMessage().splitlines():
+                cells = [c.strip() for c in re.sub(r"\x1b\[[0-9;]*m", "", line).split("|")]
+                if len(cells) > 1 and cells[1] in ("MISSING", "MISMATCH") and UNUSED_WEIGHTS not in cells[0]:
+                    names.append(cells[0])
+
+    loggers = [logging.getLogger(name) for name in (None, "transformers", "sentence_transformers", "huggingface_hub")]
     before: list[tuple[Any, ...]] = [(log, log.handlers, log.propagate, log.level) for log in loggers]
-    bars = hf_logging.is_progress_bar_enabled()
+    bars, patience = hf_logging.is_progress_bar_enabled(), remote.TIME_OUT_REMOTE_CODE
     hf_logging.disable_progress_bar()
+    remote.TIME_OUT_REMOTE_CODE = 0  # transformers would ask at the terminal whether to run code
     for log in loggers:
-        log.handlers, log.propagate = [missing], False
+        log.handlers, log.propagate = [Missing(logging.WARNING)], False
         log.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield missing.names
+            yield names
     finally:
+        remote.TIME_OUT_REMOTE_CODE = patience
         for log, handlers, propagate, level in before:
             log.handlers, log.propagate = handlers, propagate
             log.setLevel(level)

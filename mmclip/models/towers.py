@@ -1,17 +1,15 @@
 """An open_clip model as two towers of raw features, without normalization and without a scale.
 
-open_clip builds every model. Added here: a ``forward`` that returns raw features (so that gradients flow through DDP
-and torch.compile), the split of a tower into trunk and projection head (so that the outputs of a locked trunk can be
-cached), image batches that travel as bytes, and texts encoded up to the longest of their batch. The last two change
-features by rounding alone.
+Added to open_clip's models: a ``forward`` of raw features (so that gradients flow through DDP and torch.compile), the
+split of a tower into trunk and projection head (so that the outputs of a locked trunk can be cached), image batches that
+travel as bytes, and texts encoded up to the longest of their batch. The last two change features by rounding alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,19 +24,13 @@ GPU_LENGTH_MULTIPLE = 8  # token lengths on a GPU: few shapes, and attention mas
 
 
 class Towers(nn.Module):
-    """Both towers of an open_clip CLIP or CustomTextCLIP.
-
-    Args:
-        clip: open_clip's model.
-        model_cfg: open_clip's model config (embed_dim, vision_cfg, text_cfg), kept for the export.
-    """
+    """Both towers of an open_clip CLIP or CustomTextCLIP; ``model_cfg`` is its config, kept for the export."""
 
     clip: Any  # CLIP or CustomTextCLIP, whose parts differ too much for one type
 
     def __init__(self, clip: nn.Module, model_cfg: dict[str, Any]) -> None:
         super().__init__()
-        self.clip = clip
-        self.model_cfg = model_cfg
+        self.clip, self.model_cfg = clip, model_cfg
         self.locked = {"image": False, "text": False}
         # The loss owns the scale, and a constant bias (SigLIP's) cancels in a softmax: neither trains here, and an
         # unused parameter that requires a gradient would break DDP.
@@ -67,15 +59,13 @@ class Towers(nn.Module):
         Returns:
             Image and text features [B, D]; None for a side without input.
         """
-        out: list[Tensor | None] = []
-        for side, inputs, from_trunk in (("image", image, image_from_trunk), ("text", text, text_from_trunk)):
-            if inputs is None:
-                out.append(None)
-            elif from_trunk or self.locked[side]:
-                out.append(self.head(side, inputs if from_trunk else self.trunk(side, inputs)))
-            else:
-                out.append(self._encode(side, inputs))
-        return out[0], out[1]
+
+        def features(side: str, inputs: Tensor | None, from_trunk: bool) -> Tensor | None:
+            if inputs is None or not (from_trunk or self.locked[side]):
+                return None if inputs is None else self._encode(side, inputs)
+            return self.head(side, inputs if from_trunk else self.trunk(side, inputs))
+
+        return features("image", image, image_from_trunk), features("text", text, text_from_trunk)
 
     def shortened(self, tokens: Tensor) -> Tensor:
         """Token ids [B, L] on the CPU without the columns that change no feature."""
@@ -88,8 +78,6 @@ class Towers(nn.Module):
         encode = self.clip.encode_image if side == "image" else self.clip.encode_text
         features: Tensor = encode(inputs, normalize=False)
         return features
-
-    # --- trunk and head -------------------------------------------------------------------------------------------
 
     def _head_owner(self, side: str) -> tuple[Any, str]:
         """The module that owns a side's projection head, and the head's attribute name.
@@ -127,21 +115,20 @@ class Towers(nn.Module):
         the magnitude.
         """
         self._head_owner(side)
-        head = self.head_parameter_names(side)
-        for name, parameter in self.named_parameters():
-            if name.startswith("clip.visual.") == (side == "image") and name not in head:
-                parameter.requires_grad_(False)
         self.locked[side] = True
+        locked = self.locked_names()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name not in locked)
         self.train(self.training)
+
+    def _trunk_names(self, side: str) -> set[str]:
+        """State-dict names of a side without its projection head."""
+        on_side = {n for n in self.state_dict() if n.startswith("clip.visual.") == (side == "image")}
+        return on_side - self.head_parameter_names(side) - {"clip.logit_scale", "clip.logit_bias"}
 
     def locked_names(self) -> set[str]:
         """State-dict names of locked trunks, which never change and are left out of checkpoints."""
-        names = set()
-        for side in (s for s, locked in self.locked.items() if locked):
-            head = self.head_parameter_names(side)
-            on_side = (n for n in self.state_dict() if n.startswith("clip.visual.") == (side == "image"))
-            names |= {n for n in on_side if n not in head}
-        return names - {"clip.logit_scale", "clip.logit_bias"}
+        return {name for side, locked in self.locked.items() if locked for name in self._trunk_names(side)}
 
     def train(self, mode: bool = True) -> Towers:
         super().train(mode)
@@ -151,17 +138,6 @@ class Towers(nn.Module):
                 if child_name != name and not (side == "text" and child_name == "visual"):
                     child.eval()
         return self
-
-    @contextlib.contextmanager
-    def _without_projection(self, side: str) -> Iterator[None]:
-        """A native open_clip tower returns its pooled trunk output while its projection is None."""
-        owner, name = self._head_owner(side)
-        projection = getattr(owner, name)
-        setattr(owner, name, None)
-        try:
-            yield
-        finally:
-            setattr(owner, name, projection)
 
     @torch.no_grad()
     def trunk(self, side: str, inputs: Tensor) -> Tensor:
@@ -173,49 +149,35 @@ class Towers(nn.Module):
             inputs = shorten_tokens(owner, inputs)
             mask = (inputs != owner.config.pad_token_id).long()
             return owner.pooler(owner.transformer(input_ids=inputs, attention_mask=mask), mask)
-        with self._without_projection(side):
+        projection = getattr(owner, name)
+        setattr(owner, name, None)  # a native tower returns its pooled trunk output while it has no projection
+        try:
             return self._encode(side, inputs)
+        finally:
+            setattr(owner, name, projection)
 
     def head(self, side: str, trunk_output: Tensor) -> Tensor:
         """A side's projection head on trunk outputs: [B, W] -> [B, D]."""
         owner, name = self._head_owner(side)
-        projection = getattr(owner, name)
-        if isinstance(projection, nn.Parameter):
-            return trunk_output @ projection
-        features: Tensor = projection(trunk_output)
-        return features
+        return _projected(trunk_output, getattr(owner, name))
 
     def trunk_fingerprint(self, side: str) -> str:
         """Digest of a trunk's config and weights, without its head."""
         cfg = self.model_cfg["vision_cfg" if side == "image" else "text_cfg"]
         cfg = {k: v for k, v in cfg.items() if not k.startswith("hf_") or k == "hf_pooler_type"}  # paths do not compute
-        digest = hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode())
-        head = self.head_parameter_names(side)
-        for name, tensor in sorted(self.state_dict().items()):
-            on_side = name.startswith("clip.visual.") == (side == "image")
-            if on_side and name not in head and "logit_" not in name:
-                digest.update(name.encode())
-                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest, state = hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode()), self.state_dict()
+        for name in sorted(self._trunk_names(side)):
+            digest.update(name.encode())
+            digest.update(state[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
-# --- texts up to the longest of their batch -------------------------------------------------------------------------
-
-
 def shorten_tokens(module: Any, tokens: Tensor, multiple: int = 1) -> Tensor:
-    """Token ids without the trailing columns that change no feature.
+    """Token ids [B, L] of a ``text_module`` without the trailing columns that change no feature, [B, l].
 
     open_clip's towers compute all positions of their context (77 for a caption of 15). Where attention is causal and
     the feature is read at the end token, later positions are computed for nothing; a Hugging Face tower masks padding.
-
-    Args:
-        module: What holds the text tower (``Towers.text_module``).
-        tokens: Token ids [B, L].
-        multiple: The result's length is a multiple of it, or L.
-
-    Returns:
-        Token ids [B, l], l <= L; all of them where attention goes both ways without a mask, or where the feature is
-        read at the last position.
+    Elsewhere all columns are needed. l is a multiple of ``multiple``, or L.
     """
     if not len(tokens):
         return tokens
@@ -244,11 +206,11 @@ def _encode_short(module: Any, tokens: Tensor) -> Tensor:
     kind, end = _pooling(module)
     pooled: Tensor = text_global_pool(x, tokens, kind, eos_token_id=end)
     projection = module.text_projection
-    if isinstance(projection, nn.Linear):
-        pooled = projection(pooled)
-    elif projection is not None:
-        pooled = pooled @ projection
-    return pooled
+    return pooled if projection is None else _projected(pooled, projection)
+
+
+def _projected(x: Tensor, projection: Any) -> Tensor:
+    return x @ projection if isinstance(projection, Tensor) else projection(x)
 
 
 def _pooling(module: Any) -> tuple[str, int]:
@@ -261,9 +223,6 @@ def _reads_end_token(module: Any) -> bool:
     causal = getattr(module, "attn_mask", None) is not None
     plain = getattr(module, "cls_emb", None) is None and not getattr(module, "use_pad_mask", False)
     return causal and plain and not getattr(module, "output_tokens", False) and _pooling(module)[0] in ("argmax", "eos")
-
-
-# --- images as bytes ------------------------------------------------------------------------------------------------
 
 
 def _ends_in_normalize(transform: Transform) -> bool:
@@ -293,27 +252,19 @@ class Pixels:
     """
 
     def __init__(self, transform: Transform, visual: nn.Module) -> None:
-        self.normalize: transforms.Normalize | None = None
-        if _ends_in_normalize(transform):
-            self.normalize = transform.transforms[-1]  # type: ignore[attr-defined]
+        stock: Any = transform
+        self.normalize = stock.transforms[-1] if _ends_in_normalize(transform) else None
         convolutions = sum(isinstance(module, nn.Conv2d) for module in visual.modules())
         self.layout = torch.channels_last if convolutions > 1 else torch.contiguous_format  # a ViT has one: its patches
-        self.constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self.constants: dict[torch.device, Tensor] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
             return images.contiguous(memory_format=self.layout)
-        if images.device not in self.constants:
-            self.constants[images.device] = self._constants(images.device)
-        full, mean, std = self.constants[images.device]
-        return images.to(torch.float32, memory_format=self.layout).div_(full).sub_(mean).div_(std)
-
-    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """255, mean and std as tensors of the device: CUDA divides inexactly by a plain number."""
         if self.normalize is None:
             raise ValueError("bytes for a model whose transform does not end in ToTensor and Normalize")
-        mean, std = (
-            torch.as_tensor(x, dtype=torch.float32, device=device).view(-1, 1, 1)
-            for x in (self.normalize.mean, self.normalize.std)
-        )
-        return torch.full((1, 1, 1), 255.0, device=device), mean, std
+        if images.device not in self.constants:  # tensors: CUDA divides inexactly by a plain number
+            numbers = ([255.0] * 3, self.normalize.mean, self.normalize.std)
+            self.constants[images.device] = torch.tensor(numbers, device=images.device).view(3, -1, 1, 1)
+        full, mean, std = self.constants[images.device]
+        return images.to(torch.float32, memory_format=self.layout).div_(full).sub_(mean).div_(std)

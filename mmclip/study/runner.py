@@ -198,11 +198,9 @@ def _is_free(folder: Path) -> bool:
     if not folder.exists():
         return True
     try:
-        lock = lock_folder(folder)
+        lock_folder(folder).close()
     except UserError:
         return False
-    if lock is not None:
-        lock.close()
     return True
 
 

@@ -71,8 +71,8 @@ from mmclip.metrics.fisher import PER_DIMENSION
 from mmclip.models.factory import load_clip
 from mmclip.reporting.table import NO, Cell, Table, make_console
 from mmclip.retrieval import Qrels, as_floats, rank
-from mmclip.roles import NORMS, Normalization
-from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents, Similarity
+from mmclip.roles import FIXED_NORMALIZATIONS, NORMS, SCALE_INIT, Direction, Exponents, Normalization
+from mmclip.similarity import Similarity
 
 if TYPE_CHECKING:
     from mmclip.data.beir import BeirCollection
@@ -434,7 +434,7 @@ def encode(settings: AdviseConfig, folder: Path) -> Encoded:
 
 def _encode_text(settings: AdviseConfig, folder: Path) -> Encoded:
     from mmclip.data.beir import open_beir
-    from mmclip.models.text_encoder import open_text_model
+    from mmclip.models.text_encoder import load_text_model
 
     assert settings.model is not None and settings.data is not None
     split, lent = text_split(Path(settings.data), settings.split)
@@ -447,7 +447,7 @@ def _encode_text(settings: AdviseConfig, folder: Path) -> Encoded:
         notes.append(f"excluded_ids of {len(data.excluded)} queries are not heeded here")
     queries, documents = drawn(data, settings.limit, settings.seed)
     device = distributed.start(settings.device)
-    model = open_text_model(settings, device)
+    model = load_text_model(settings, device)
     stand_in = stand_in_rows(data, queries, model.dim, settings)
     key = {
         "kind": "text",

@@ -42,16 +42,8 @@ from mmclip.errors import UserError, printable
 from mmclip.metrics.magnitude import summary
 from mmclip.models.text_encoder import ROLES, TextEncoder
 from mmclip.reporting.table import NO, Cell, Table, change_cell, make_console, rate_cell, show
-from mmclip.similarity import (
-    FIXED_NORMALIZATIONS,
-    TINY,
-    Direction,
-    Exponents,
-    Normalization,
-    Similarity,
-    magnitude,
-    score,
-)
+from mmclip.roles import FIXED_NORMALIZATIONS, Direction, Exponents, Normalization
+from mmclip.similarity import TINY, Similarity, magnitude, score
 from mmclip.training.optimizer import cosine_factor, set_learning_rate, warmup_steps
 
 SCORE_NAMES = ("score", "label", "similarity")  # the benchmark's file, GLUE on the hub, others

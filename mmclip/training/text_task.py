@@ -34,7 +34,7 @@ from mmclip.metrics.fisher import PER_DIMENSION, fisher_report
 from mmclip.metrics.rank import TEXT_RATES
 from mmclip.models.export import export_text
 from mmclip.models.metadata import text_metadata, versions
-from mmclip.models.text_encoder import ROLES, TextEncoder, encoding, open_text_model
+from mmclip.models.text_encoder import ROLES, TextEncoder, encoding, load_text_model
 from mmclip.roles import Direction, Exponents, Positives
 from mmclip.similarity import TINY, mean_norm_factor
 from mmclip.training.monitors import TEXT_ADVICE, BadSamples
@@ -123,7 +123,7 @@ class TextTask(Task):
     def load_model(config: TextTrainConfig, device: torch.device) -> TextEncoder:
         """The model of a config on a device."""
         torch.manual_seed(seed_of(config.seed))
-        return open_text_model(config, device, config.keep_normalize)
+        return load_text_model(config, device, config.keep_normalize)
 
     @staticmethod
     def trained(model: TextEncoder) -> tuple[nn.Module, set[str]]:

@@ -29,7 +29,7 @@ from tests.helpers.sharded import (
     continued,
     on_rank,
 )
-from tests.helpers.tiny import run_script
+from tests.integration.test_run_distributed import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +162,10 @@ def test_the_script_trains_validates_saves_resumes_and_exports(
     common = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--lr", "1e-3",
               "--eps", "1e-3", "--warmup", 1, "--keep-last", "--norm", "learned", "--device", "cpu", "--batch-size", 20,
               "--max-steps", 4, "--save-steps", 2, "--val-steps", 3]  # fmt: skip
-    shared = run_script("train_clip.py", *common, "--name", "shared", "--fsdp", "--measure-start", ranks=2)
+    shared = torchrun(*common, "--name", "shared", "--fsdp", "--measure-start")
     assert shared.returncode == 0, shared.stderr[-3000:]
     assert "step 3: validation success@1" in shared.stderr and (tmp_path / "shared" / "start.json").is_file()
-    checkpoint = tmp_path / "shared" / "checkpoints" / "step_00000002.pt"
-    plain = run_script("train_clip.py", *common, "--name", "plain", "--resume", checkpoint, ranks=2)
+    plain = torchrun(*common, "--name", "plain", "--resume", tmp_path / "shared" / "checkpoints" / "step_00000002.pt")
     assert plain.returncode == 0 and "continuing after step 2" in plain.stderr, plain.stderr[-3000:]
     a, b = (load_model(str(tmp_path / name)) for name in ("shared", "plain"))
     for name, value in b.towers.state_dict().items():

@@ -15,7 +15,8 @@ from mmclip.evaluation.eval_set import text_sizes
 from mmclip.metrics import fisher, geometry
 from mmclip.metrics.magnitude import TOP_K, cohens_d
 from mmclip.retrieval.ranking import rank
-from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization, mean_norm_factor, score
+from mmclip.roles import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization
+from mmclip.similarity import mean_norm_factor, score
 
 QNORM = Exponents(1.0, 0.0)
 QUERIES, DIM = 200, 12

@@ -8,7 +8,6 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -47,15 +46,10 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def run_script(
-    name: str, *arguments: object, timeout: float = 300, ranks: int = 1, **environment: str
+    name: str, *arguments: object, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on one thread a rank; without its page, which takes seconds, unless --report is given."""
+    """A script as a user starts it, on one thread; without its page, which takes seconds, unless --report is given."""
     command = [str(ROOT / "scripts" / name), *map(str, arguments)]
     if name in ("train_clip.py", "evaluate.py", "diagnose.py") and "--report" not in command:
         command.append("--no-report")
-    return run_warm(command, ROOT, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout, ranks)
-
-
-def logged(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return run_warm(command, ROOT, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout)

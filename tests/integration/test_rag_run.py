@@ -174,7 +174,7 @@ def test_what_is_wrong_is_told_before_a_model_loads(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("mmclip.commands.rag.open_text_model", load)
+    monkeypatch.setattr("mmclip.commands.rag.load_text_model", load)
     monkeypatch.setattr("mmclip.tasks.rag._weights", load)
     with pytest.raises(UserError, match=told) as error:
         run_rag(parse(RagConfig, [*asked(root), "--output", str(tmp_path / "out"), *flags]))

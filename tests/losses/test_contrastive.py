@@ -30,13 +30,12 @@ def test_the_drift_penalty_is_the_formula_by_hand_with_its_gradient() -> None:
     loss(first), plain(first)
     out, other = loss(now), plain(now)
     assert out.norm_drift is not None and other.norm_drift is None
-    total = sum(expected)
-    assert out.norm_drift.item() == pytest.approx(total.item(), rel=1e-12)  # type: ignore[union-attr]
+    total = torch.stack(expected).sum()
+    assert out.norm_drift.item() == pytest.approx(total.item(), rel=1e-12)
     assert out.loss.item() == pytest.approx((other.loss + 0.25 * total).item(), rel=1e-12)
     ours = torch.autograd.grad(out.loss, list(now.values()))
     naive = torch.autograd.grad(other.loss + 0.25 * total, list(now.values()))
-    for a, b in zip(ours, naive, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(ours, naive, rtol=1e-10, atol=1e-14)
     again = clip_loss("sym", "cosine", norm_drift=0.25).double()
     again.load_state_dict(loss.state_dict())
     assert again(now).norm_drift == out.norm_drift, "where norms began is saved"
@@ -64,8 +63,7 @@ def test_sym_cosine_without_positives_is_clip_loss() -> None:
     theirs = ClipLoss()(normal(image, dim=-1), normal(text, dim=-1), torch.tensor(1 / 0.07))
     assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
     gradients = (torch.autograd.grad(value, (image, text)) for value in (ours.loss, theirs))
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", ["dot", "qnorm", "dnorm", "learned"])
@@ -103,14 +101,6 @@ def test_an_untrained_direction_follows_the_trained_ones_effective_scale(factor:
     if factor:
         a, b = (loss.similarity.effective_scale(d) for d in CLIP_DIRECTIONS)
         assert a == pytest.approx(b, rel=1e-14)
-
-
-def test_negatives_enter_the_denominator_of_their_side_only() -> None:
-    loss = clip_loss("sym", "cosine").double()
-    plain = loss(features(4)).by_direction
-    more = loss(features(4), negatives={"text": features(5)["text"]}).by_direction
-    assert more[Direction.I2T] > plain[Direction.I2T]
-    assert more[Direction.T2I] == plain[Direction.T2I]
 
 
 def test_text_retrieval_uses_the_same_loss_with_its_own_scale() -> None:

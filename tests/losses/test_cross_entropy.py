@@ -12,7 +12,7 @@ from torch import nn
 
 from mmclip.losses import contrastive_cross_entropy
 from mmclip.roles import Positives
-from tests.helpers.naive import known_positives, naive_focal, naive_loss
+from tests.helpers.naive import known_positives, naive_focal
 
 IDS = known_positives(torch.tensor([0, 1, 0, 2]), torch.tensor([5, 6, 7, 6]))
 
@@ -34,20 +34,11 @@ def test_loss_and_gradient_equal_the_naive_loops(
     positives = torch.rand(queries, queries + extra, generator=g) < 0.4  # the pair itself counts, marked or not
     padded = nn.functional.pad(positives, (0, beyond)).tolist()
     fast = contrastive_cross_entropy(scores, positives, policy, focal)
-    if focal == 0:
-        assert fast.item() == pytest.approx(naive_loss(scores.detach(), padded, policy.value), rel=1e-10, abs=1e-12)
-        return
     naive = naive_focal(scores, padded, policy.value, focal)
     if naive.isfinite():  # 0 / 0 where nothing is left to find
         assert fast.item() == pytest.approx(naive.item(), rel=1e-9, abs=1e-12)
         ours, theirs = (torch.autograd.grad(value, scores)[0] for value in (fast, naive))
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("policy", list(Positives))
-def test_gradient_equals_finite_differences(policy: Positives) -> None:
-    scores = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda s: contrastive_cross_entropy(s, IDS, policy), (scores,))
 
 
 @pytest.mark.parametrize("policy", list(Positives))

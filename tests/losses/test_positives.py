@@ -44,18 +44,6 @@ def test_a_lookup_has_any_part_of_the_whole_matrix(first: list[int], more: tuple
     assert torch.equal(found, whole[rows][:, columns])
 
 
-def test_duplicate_captions_and_captions_of_one_image_are_known_positives() -> None:
-    four = torch.arange(4)
-    lookup = lookup_of(mask_from_ids(torch.tensor([0, 0, 1, 2]), torch.tensor([5, 6, 7, 5])))
-    assert lookup(four, four).int().tolist() == [[1, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
-
-
-@pytest.mark.parametrize("ids", [(), (None,), (torch.arange(3), torch.arange(4)), (torch.ones(3, 1),)])
-def test_ids_that_do_not_fit_are_refused(ids: tuple[Tensor | None, ...]) -> None:
-    with pytest.raises(ValueError, match="a number a pair"):
-        mask_from_ids(*ids)
-
-
 def test_judgments_and_pairs_of_the_same_query_match_anywhere_in_the_batch() -> None:
     query, document, negative = torch.tensor([5, 6]), torch.tensor([0, 1]), torch.tensor([9, 3])
     judged = codes_of(torch.tensor([[5, 3], [5, 8], [6, 1]]))  # the other row's negative, and one that is not there
@@ -76,6 +64,12 @@ def test_membership_by_search_equals_sets_at_the_ends_of_the_ids() -> None:
     known = lookup_of(mask)(torch.arange(4), torch.arange(4, 8))
     expected = [[(q, d) in pairs for d in candidate.tolist()] for q in query.tolist()]
     assert known.tolist() == expected and known.any() and not known.all()
+
+
+@pytest.mark.parametrize("ids", [(), (None,), (torch.arange(3), torch.arange(4)), (torch.ones(3, 1),)])
+def test_ids_that_do_not_fit_are_refused(ids: tuple[Tensor | None, ...]) -> None:
+    with pytest.raises(ValueError, match="a number a pair"):
+        mask_from_ids(*ids)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from mmclip.errors import UserError
 from mmclip.losses.contrastive import clip_loss
 from mmclip.losses.schedule import as_step, check, describe, exponents_at, i2t_weight_at, rate_factor
 from mmclip.models.metadata import clip_metadata
-from mmclip.similarity import FIXED_NORMALIZATIONS, Normalization
+from mmclip.roles import FIXED_NORMALIZATIONS, Normalization
 
 SHARES = st.floats(0, 1, exclude_max=True)
 FIXED = [n.value for n in FIXED_NORMALIZATIONS]
@@ -77,15 +76,8 @@ def test_lambda_goes_from_the_first_step_to_the_last(start: float, end: float, t
         ({"gamma_schedule": "switch"}, "--gamma-from cosine is --norm itself"),
         ({"gamma_schedule": "switch", "norm": "dot", "gamma_start": 0.0}, "leaves no step before it"),
         ({"gamma_schedule": "anneal", "norm": "dot", "gamma_start": 0.8}, "--gamma-start 0.8 is not before"),
-        (
-            {"gamma_schedule": "anneal", "norm": "dot", "gamma_start": 9, "gamma_end": 9},
-            "--gamma-start 9 is not before",
-        ),
+        ({"gamma_schedule": "anneal", "norm": "dot", "gamma_start": 9, "gamma_end": 9}, "--gamma-start 9 is not bef"),
         ({"stage2_lr_factor": 0.1}, "--stage2-lr-factor 0.1 needs --gamma-schedule switch"),
-        ({"stage2_lr_factor": 0.0}, "--stage2-lr-factor 0.0: expected a number above 0"),
-        ({"focal": -1.0}, "--focal -1.0: expected a number of at least 0"),
-        ({"norm_drift": math.nan}, "--norm-drift nan: expected a number of at least 0"),
-        ({"i2t_weight_end": 1.5}, "--i2t-weight-end 1.5: expected a number from 0 to 1"),
         ({"i2t_weight_end": 0.5, "loss": "asym-i2t"}, "--i2t-weight-end 0.5 needs --loss sym"),
         ({"init_from": "no-run"}, "--init-from no-run: no model there"),
         ({"init_from": "no-run", "pretrained": "openai"}, "--pretrained openai beside --init-from no-run"),
@@ -113,7 +105,7 @@ def test_steps_that_a_run_does_not_have_are_refused(flags: dict[str, Any], says:
     check(LossConfig(norm="dot", **flags), 100)
 
 
-def test_facts_say_what_was_used_and_nothing_else() -> None:
+def test_metadata_have_the_options_in_use_and_no_others() -> None:
     sides = {s: torch.randn(4, 8) for s in ("image", "text")}
 
     def of(**flags: Any) -> dict[str, Any]:
@@ -129,12 +121,10 @@ def test_facts_say_what_was_used_and_nothing_else() -> None:
     assert moved.keys() - plain.keys() == {"i2t_weight_end", "focal"} and moved["i2t_weight"] == 1.0
     assert moved["logit_scale_i2t"] and moved["logit_scale_t2i"], "both directions were trained"
     assert of(i2t_weight=1.0)["logit_scale_t2i"] is None
-    assert of(norm="dot", gamma_schedule="switch", norm_drift=0.1).keys() - plain.keys() == {
-        "gamma_schedule", "gamma_from", "gamma_start", "stage2_lr_factor", "norm_drift"
-    }  # fmt: skip
-    assert of(norm="dot", gamma_schedule="anneal").keys() - plain.keys() == {
-        "gamma_schedule", "gamma_from", "gamma_start", "gamma_end"
-    }  # fmt: skip
+    schedule = {"gamma_schedule", "gamma_from", "gamma_start"}
+    switched = of(norm="dot", gamma_schedule="switch", norm_drift=0.1)
+    assert switched.keys() - plain.keys() == schedule | {"stage2_lr_factor", "norm_drift"}
+    assert of(norm="dot", gamma_schedule="anneal").keys() - plain.keys() == schedule | {"gamma_end"}
 
 
 def test_another_runs_name_cannot_write_on_the_screen() -> None:

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmclip.losses import ContrastiveLoss, clip_loss, mask_from_ids, mask_from_matrix, tiled
 from mmclip.roles import Direction, Normalization, Positives
+from tests.helpers.naive import CLIP_LOSSES
 
-LOSSES = {"sym": ("sym", None), "sym 0.3": ("sym", 0.3), "asym-i2t": ("asym-i2t", None), "asym-t2i": ("asym-t2i", None)}
 B, D = 37, 5  # blocks of 8 rows: the last one is not full
 IDS = mask_from_ids(
     torch.randint(0, 25, (B,), generator=torch.Generator().manual_seed(1)),
@@ -66,11 +64,11 @@ def assert_equal(a: Found, b: Found, bound: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize("norm", list(Normalization))
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", CLIP_LOSSES)
 def test_tiles_have_the_values_and_gradients_of_whole_matrices(
     monkeypatch: pytest.MonkeyPatch, loss: str, norm: Normalization
 ) -> None:
-    name, weight = LOSSES[loss]
+    name, weight = CLIP_LOSSES[loss]
     for policy, focal, more in product(Positives, (0.0, 2.0), (False, True)):
         how: Any = {"positives": policy, "focal": focal, "norm_drift": 0.3, "gamma_init": (0.3, 0.8)}
         ours, plain = (clip_loss(name, norm, weight, tiled=tiled, **how).double() for tiled in (True, False))
@@ -97,6 +95,21 @@ def test_scores_of_ten_thousand_neither_overflow_nor_differ(norm: str, dtype: to
     assert_equal(*results, bound=1e-10 if dtype == torch.float64 else 3e-3)  # scores round to 1e-3 there
 
 
+@pytest.mark.parametrize("norm", list(Normalization))
+def test_vectors_of_zeros_and_masked_rivals_have_the_gradients_of_whole_matrices(norm: Normalization) -> None:
+    for dtype, policy in product((torch.float64, torch.float32), (Positives.MASK, Positives.MULTI)):
+        results = []
+        for is_tiled in (True, False):
+            x = {s: t.detach().to(dtype) for s, t in sides().items()}
+            for side in x.values():
+                side[:9] = 0
+                side.requires_grad_()
+            out = clip_loss("sym", norm, positives=policy, tiled=is_tiled).to(dtype)(x, IDS)
+            out.loss.backward()
+            results.append({"loss": out.loss.detach()} | {s: t.grad[9:] for s, t in x.items() if t.grad is not None})
+        assert_equal(*results, bound=1e-10 if dtype == torch.float64 else 1e-3)
+
+
 @pytest.mark.parametrize("name", ["sym", "asym-t2i"])
 def test_negatives_may_be_known_positives(name: str) -> None:
     known = torch.rand(B, B + 11, generator=torch.Generator().manual_seed(3)) < 0.1
@@ -104,9 +117,8 @@ def test_negatives_may_be_known_positives(name: str) -> None:
         losses = [clip_loss(name, "qnorm", positives=policy, tiled=is_tiled).double() for is_tiled in (True, False)]
         a, b = (found(loss, more=True, positives=mask_from_matrix(known)) for loss in losses)
         assert_equal(a, b)
-        assert (
-            a["loss"] != found(clip_loss(name, "qnorm", positives=policy).double(), more=True, positives=None)["loss"]
-        )
+        without = found(clip_loss(name, "qnorm", positives=policy).double(), more=True, positives=None)
+        assert a["loss"] != without["loss"]
 
 
 def test_a_direction_without_weight_has_its_value_and_no_gradient() -> None:
@@ -117,21 +129,17 @@ def test_a_direction_without_weight_has_its_value_and_no_gradient() -> None:
     assert_equal(a, found(clip_loss("asym-i2t", "learned", tiled=False).double()))
 
 
-def test_a_second_derivative_is_refused_and_whole_matrices_have_one() -> None:
+def test_a_loss_may_be_differentiated_again_and_whole_matrices_have_second_derivatives() -> None:
     x = sides()
     value = clip_loss("sym", "learned").double()(x).loss
+    once = torch.autograd.grad(value, x["image"], retain_graph=True)[0]
+    again = torch.autograd.grad(-4 * value, x["image"], retain_graph=True)[0]
+    torch.testing.assert_close(again, -4 * once, rtol=1e-14, atol=1e-18)
     with pytest.raises(RuntimeError, match=r"no second derivative.*tiled=False"):
         torch.autograd.grad(value, x["image"], create_graph=True)
     value = clip_loss("sym", "learned", tiled=False).double()(x).loss
     first = torch.autograd.grad(value, x["image"], create_graph=True)[0]
     assert torch.autograd.grad(first.square().sum(), x["image"])[0].abs().max() > 0
-
-
-def test_a_loss_may_be_differentiated_twice_over_and_scaled() -> None:
-    x = sides()
-    value = clip_loss("sym", "qnorm").double()(x).loss
-    once = torch.autograd.grad(value, x["image"], retain_graph=True)[0]
-    torch.testing.assert_close(torch.autograd.grad(-4 * value, x["image"])[0], -4 * once, rtol=1e-14, atol=0)
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------
@@ -169,63 +177,30 @@ def test_operations_and_memory_are_those_of_the_formula(monkeypatch: pytest.Monk
     monkeypatch.setitem(tiled.KEEP, "cpu", 3 * 8 * B * 8)  # three blocks of eight rows
     assert cost(both)[0] == pytest.approx(8 - 2 * 24 / B) and cost(one)[0] == 6
     monkeypatch.setitem(tiled.KEEP, "cpu", 8 * B * 8 - 1)  # a byte too few for the first
-    (operations, numbers), (of_one, numbers_of_one) = cost(both), cost(one)
-    assert operations == 8 and of_one == 6
-    assert numbers == numbers_of_one == 8 * B / B**2, "a block of rows is the largest tensor"
+    block = 8 * B / B**2
+    assert cost(both) == (8, block) and cost(one) == (6, block), "a block of rows is the largest tensor"
     assert cost(clip_loss("sym", norm, tiled=False).double()) == (12, 1)
-
-
-def test_without_gradients_only_the_value_is_made() -> None:
-    loss = clip_loss("sym", "dnorm").double()
     with torch.no_grad(), Costs() as costs:
-        out = loss(sides())
-    assert costs.operations == 2 * B * B * D
-    assert not out.loss.requires_grad
-    assert out.loss.item() == loss.eval()(sides()).loss.item()
+        out = both(sides())
+    assert costs.operations == 2 * B * B * D and not out.loss.requires_grad
+    assert out.loss.item() == both.eval()(sides()).loss.item()
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    n=st.integers(1, 4),
-    dim=st.sampled_from([0, 1]),
-    hidden=st.floats(0, 0.9),
-    scale=st.sampled_from([1.0, 1e4]),
-    seed=st.integers(0, 999),
-)
-def test_log_sum_exp_in_any_blocks_is_that_of_the_whole(
-    sizes: list[int], n: int, dim: int, hidden: float, scale: float, seed: int
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_half_precision_stays_on_cuda_with_exact_products_and_is_made_float32_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, on_cuda: bool
 ) -> None:
-    g = torch.Generator().manual_seed(seed)
-    whole = torch.randn(sum(sizes), n, generator=g, dtype=torch.float64) * scale
-    whole[torch.rand(whole.shape, generator=g) < hidden] = -torch.inf
-    running = tiled.LogSumExp(n, whole)
-    for block in whole.split(sizes):
-        block = block if dim == 0 else block.T
-        running.add(block, slice(None), dim)
-    torch.testing.assert_close(running.value(), whole.logsumexp(0), rtol=1e-12, atol=1e-12)
+    types = set()
 
+    def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        types.add(a.dtype)
+        return torch.mm(a.float(), b.float(), out=out)
 
-def test_half_precision_rows_stay_as_they_are_and_their_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, with its product that is float32 written out."""
-    monkeypatch.setattr(tiled, "multiply", lambda a, b, out=None: torch.mm(a.float(), b.float()))
-    monkeypatch.setattr(tiled, "takes_half", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(tiled, "multiply", multiply)
+    monkeypatch.setattr(tiled, "takes_half", lambda x: on_cuda and x.dtype == torch.bfloat16)
     for norm in Normalization:
         a, b = (found(clip_loss("sym", norm, tiled=t), torch.bfloat16, norms=3.0) for t in (True, False))
         assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-5)
         assert a["image"].dtype == torch.bfloat16
         assert_equal(a, b, bound=2e-2)
-
-
-def test_half_precision_on_a_cpu_is_made_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, seen = tiled.multiply, set()
-
-    def noting(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-        seen.add(a.dtype)
-        return plain(a, b, out)
-
-    monkeypatch.setattr(tiled, "multiply", noting)
-    found(clip_loss("sym", "qnorm"), torch.bfloat16)
-    assert seen == {torch.float32}
+    assert types == {torch.bfloat16 if on_cuda else torch.float32}

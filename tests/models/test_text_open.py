@@ -9,7 +9,7 @@ import torch
 
 from mmclip.config import TextModelConfig
 from mmclip.models.export import export_text
-from mmclip.models.text_encoder import load_text_model, open_text_model, text_precision
+from mmclip.models.text_encoder import load_text_model, text_precision
 from tests.helpers.texts import make_bert
 
 FACTS = {"gamma_q": 1.0, "gamma_d": 0.0, "lengths": {"query": 8, "document": 12}}
@@ -24,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_texts_are_cut_as_in_training_unless_flags_say_otherwise(trained: Path) -> None:
     cpu = torch.device("cpu")
-    model = open_text_model(TextModelConfig(model=str(trained), document_length=10), cpu)
+    model = load_text_model(TextModelConfig(model=str(trained), document_length=10), cpu)
     assert [model.length_of(role) for role in ("query", "document")] == [8, 10]
     assert model.tokens(["w " * 40], "document")["input_ids"].shape[1] == 10
     assert model.tokens(["w " * 40], "query")["input_ids"].shape[1] == 8
@@ -34,7 +34,7 @@ def test_texts_are_cut_as_in_training_unless_flags_say_otherwise(trained: Path) 
 def test_lengths_that_are_no_numbers_are_nobodys(trained: Path, tmp_path: Path, lengths: object) -> None:
     model = load_text_model(str(trained))
     export_text(tmp_path / "model", model, {**FACTS, "lengths": lengths})
-    found = open_text_model(TextModelConfig(model=str(tmp_path / "model")), torch.device("cpu"))
+    found = load_text_model(TextModelConfig(model=str(tmp_path / "model")), torch.device("cpu"))
     assert found.length_of("query") == found.length_of("document") == model.encoder.max_seq_length
 
 

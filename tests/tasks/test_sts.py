@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mmclip.errors import UserError
-from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization
+from mmclip.roles import FIXED_NORMALIZATIONS, Exponents, Normalization
 from mmclip.tasks.sts import (
     BLOCK,
     PairBootstrap,
