@@ -1,10 +1,10 @@
 """Compare finished runs over the same data: paired differences, significance, verdicts, and means over seeds.
 
-Every difference is paired: the runs answered the same queries, so queries are resampled together (those of one image as
-one cluster), which removes what the runs share. Images and texts, or text retrieval, are compared alike.
+Every difference is paired: both runs rank the same queries, so queries are resampled together (those of one image as
+one cluster), which removes the variance that the runs share.
 
-A difference is {"delta", "ci", "within_noise"}: ``within_noise`` where the 95 % interval holds 0, or where all queries
-are one cluster, which has no spread to estimate ("ci" None).
+A difference is {"delta", "ci", "within_noise"}: ``within_noise`` where the 95 % interval contains 0, or where all
+queries are one cluster, whose variance cannot be estimated ("ci" None).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mmclip.models.metadata import trained_directions
 from mmclip.roles import TEXT_DIRECTIONS, Direction
 
 SEED = 0
+Place = tuple[str, Direction]  # candidate pool and direction
 # Of each group of a verdict: percentiles of 8 members cover 95% in nine cases of ten, of 30 in 93 of 100
 MIN_MEMBERS = 30
-ONE_CLUSTER, ONE_QUERY = "all queries are one image's", "there is one query"
+ONE_CLUSTER, ONE_QUERY = "all queries belong to one image", "there is only one query"
 METRICS = {False: "success@1", True: "ndcg@10"}  # of a verdict on images and texts, or on text retrieval
-# Training metadata that, with the model, make two runs the same but for the seed
-SAME = ("loss", "i2t_weight", "norm", "gamma_schedule", "gamma_from", "gamma_start", "gamma_end", "stage2_lr_factor",
-        "focal", "norm_drift", "i2t_weight_end")  # fmt: skip
-
-
-# --- differences ------------------------------------------------------------------------------------------------------
+# Training metadata that, with the model, make two runs replicates that differ in the seed
+SAME = (
+    *("loss", "i2t_weight", "norm", "gamma_schedule", "gamma_from", "gamma_start", "gamma_end", "stage2_lr_factor"),
+    *("focal", "norm_drift", "i2t_weight_end"),
+)
 
 
 def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed: int = SEED) -> Json:
@@ -43,7 +43,7 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
     native is compared with native (each run's own exponents), every other scoring with itself.
 
     Raises:
-        UserError: Where the runs were not evaluated on the same data.
+        UserError: The runs were not evaluated on the same data.
     """
     same_data(a, b)
     report: Json = {}
@@ -52,11 +52,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
         for direction, scorings in b.pools[pool]["retrieval"].items():
             names = [s for s in scorings if s in a.pools[pool]["retrieval"][direction]]
             rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
-            columns = [
-                b.query_values(pool, direction, s, m).astype(np.float64) - a.query_values(pool, direction, s, m)
-                for s in names
-                for m in rates
-            ]
+            columns = [_values([b], pool, direction, s, m)[0] - _values([a], pool, direction, s, m)[0]
+                       for s in names for m in rates]  # fmt: skip
             clusters = b.clusters(pool, direction)
             intervals = iter(metrics.mean_intervals(np.column_stack(columns), clusters, resamples=resamples, seed=seed))
             spread = metrics.several(clusters)
@@ -76,12 +73,11 @@ def scoring_gain(run: Results, pool: str, direction: str, before: str, after: st
 
 
 def against_first(values: Sequence[Array], *, flips: int = FLIPS, seed: int = 0) -> list[Json]:
-    """Differences of values[1:] [Q] to values[0] [Q] with {"p", "smallest_detectable", "flips"}, of several "p_holm"."""
+    """Differences of values[1:] [Q] to values[0] [Q] with {"p", "smallest_detectable", "flips"}, of several p_holm."""
     first, *others = values
-    queries = np.arange(len(first))
     tests: list[Json] = [
         {
-            **change(first, other, queries),
+            **change(first, other, np.arange(len(first))),
             "p": metrics.randomization_p(first, other, flips=flips, seed=seed),
             "smallest_detectable": metrics.smallest_detectable(first, other),
             "flips": flips,
@@ -103,6 +99,11 @@ def significance(runs: Mapping[str, Results], scoring: str = NATIVE, metric: str
     return dict(zip(list(runs)[1:], against_first(values), strict=True))
 
 
+def _values(runs: Sequence[Results], pool: str, direction: str, scoring: str, metric: str) -> Array:
+    """Values of every query in float64, a row a run: [S, Q]."""
+    return np.stack([r.query_values(pool, direction, scoring, metric).astype(np.float64) for r in runs])
+
+
 def _difference(interval: tuple[float, float, float], spread: bool = True) -> Json:
     """``spread``: whether there are several clusters."""
     delta, lo, hi = interval
@@ -111,16 +112,16 @@ def _difference(interval: tuple[float, float, float], spread: bool = True) -> Js
     return {"delta": delta, "ci": [lo, hi], "within_noise": lo <= 0 <= hi}
 
 
-# --- verdicts ---------------------------------------------------------------------------------------------------------
-
-
 def verdict(
-    run: Results,
-    control: Results,
-    baseline: Results | None = None,
+    run: Results | Sequence[Results],
+    control: Results | Sequence[Results],
+    baseline: Results | Sequence[Results] | None = None,
     pool: str = MAIN_POOL,
     direction: Direction | None = None,
-    **options: Any,
+    *,
+    metric: str | None = None,
+    resamples: int = metrics.RESAMPLES,
+    seed: int = SEED,
 ) -> Json:
     """Decide whether the documents' norm was learned, and whether it is useful.
 
@@ -132,84 +133,67 @@ def verdict(
     nearly equal beats it; if its angles are better than the baseline's too, it meets (2) as well.
 
     Args:
-        control: Same loss and seed, documents normalized in training (gamma_d = 1), so that no loss used their norm.
-        baseline: The sym/cosine run, of text the same loss with cosine.
+        run, control, baseline: One each, or one a training seed in the same order: then means over the seeds are
+            judged, and intervals draw seeds as well (mmclip.metrics.bootstrap). The control has the run's loss and
+            seed, and documents that were normalized in training (gamma_d = 1), so that no loss used their norm. The
+            baseline is the sym/cosine run, of text the same loss with cosine.
+        pool: Candidate pool.
         direction: The trained one, q2d of text; needed for a run that trained both.
-        options: metric (success@1, of text ndcg@10), resamples, seed.
+        metric: success@1, of text ndcg@10, by default.
+        resamples, seed: Of the bootstrap.
 
     Returns:
         {"pool", "direction", "learned": {...}, "useful": {...}}; each "verdict" is True, False, or None with a
-        "reason", and "sentence" says it in words with its numbers.
+        "reason", and "sentence" states it with its numbers.
 
     Raises:
         UserError: For runs over different data, a control of another loss or seed or with gamma_d other than 1, and
             for text that trained d2q alone, which no evaluation ranks.
     """
-    trained = run.trained_with
+    runs, controls, baselines = ([x] if isinstance(x, Results) else list(x or []) for x in (run, control, baseline))
+    direction = _trained_direction(runs[0].trained_with) if direction is None else Direction(direction)
+    for other in (*runs[1:], *controls, *baselines):
+        same_data(runs[0], other)
+    for mine, theirs in zip(runs, controls, strict=True):
+        check_control(mine, theirs)
+    for theirs in baselines:
+        check_baseline(theirs, runs[0])
+    text, place = is_text(runs[0].trained_with), (pool, direction)
+    options: Any = {"resamples": resamples, "seed": seed}
+    report: Json = {"pool": pool, "direction": direction.value}
+    if all(run.native.gamma_d == 1 for run in runs):
+        sentence = "No: the run normalizes its documents (gamma_d 1), so neither loss nor score depends on their norm."
+        return report | {kind: {"verdict": False, "sentence": sentence} for kind in ("learned", "useful")}
+    if not metrics.several(runs[0].clusters(*place)):
+        return report | {kind: _undecided(ONE_QUERY if text else ONE_CLUSTER) for kind in ("learned", "useful")}
+    report["learned"] = _learned(runs, controls, place, options)
+    return report | {"useful": _useful(runs, controls, baselines, place, metric or METRICS[text], options)}
+
+
+def _trained_direction(trained: Json) -> Direction:
     if is_text(trained):
         if trained.get("loss") == Direction.D2Q:
-            raise UserError("the run trained d2q alone, and text is evaluated in q2d: there is nothing to judge")
-        direction = direction or Direction.Q2D
-    if direction is None:
-        if len(trained_directions(trained)) > 1:
-            raise UserError("the run trained both directions; name one of: i2t, t2i")
-        direction = trained_directions(trained)[0]
-    baselines = None if baseline is None else [baseline]
-    return pooled_verdict([run], [control], baselines, pool, direction, **options)
+            raise UserError("the run trained d2q alone, but text is evaluated in q2d: no trained direction to judge")
+        return Direction.Q2D
+    if len(directions := trained_directions(trained)) > 1:
+        raise UserError("the run trained both directions; name one of: i2t, t2i")
+    return directions[0]
 
 
 def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
-    """The verdicts of all pools on a run that keeps some of its documents' norm and has the control's loss and seed;
+    """Verdicts of all pools on a run that keeps some of its documents' norm and has the control's loss and seed;
     [] for any other run. Raises UserError as :func:`verdict`."""
-    mine, controls = run.trained_with, control.trained_with
-    if losses_differ(mine, controls) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
+    mine, theirs = run.trained_with, control.trained_with
+    if losses_differ(mine, theirs) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
         return []
     if is_text(mine) and mine.get("loss") == Direction.D2Q:
         return []
     return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
 
-def pooled_verdict(
-    runs: Sequence[Results],
-    controls: Sequence[Results],
-    baselines: Sequence[Results] | None,
-    pool: str,
-    direction: Direction,
-    *,
-    metric: str | None = None,
-    resamples: int = metrics.RESAMPLES,
-    seed: int = SEED,
-) -> Json:
-    """:func:`verdict` on the means over training seeds.
-
-    Args:
-        runs, controls, baselines: One a training seed, in the same order. Intervals draw queries and, of several,
-            seeds (mmclip.metrics.bootstrap).
-    """
-    direction = Direction(direction)
-    for other in (*runs[1:], *controls, *(baselines or [])):
-        same_data(runs[0], other)
-    for run, control in zip(runs, controls, strict=True):
-        check_control(run, control)
-    for baseline in baselines or []:
-        check_baseline(baseline, runs[0])
-    text = is_text(runs[0].trained_with)
-    options: Any = {"resamples": resamples, "seed": seed}
-    report: Json = {"pool": pool, "direction": direction.value}
-    if all(run.native.gamma_d == 1 for run in runs):
-        blind = "the run divides its candidates' length out (gamma_d 1): no loss saw it and no score uses it"
-        return report | {kind: {"verdict": False, "sentence": f"No: {blind}."} for kind in ("learned", "useful")}
-    if not metrics.several(runs[0].clusters(pool, direction)):
-        return report | {kind: _undecided(ONE_QUERY if text else ONE_CLUSTER) for kind in ("learned", "useful")}
-    report["learned"] = _learned(runs, controls, pool, direction, options)
-    report["useful"] = _useful(runs, controls, baselines, pool, direction, metric or METRICS[text], options)
-    return report
-
-
-def _learned(
-    runs: Sequence[Results], controls: Sequence[Results], pool: str, direction: Direction, options: Json
-) -> Json:
-    clusters, side = runs[0].clusters(pool, direction), direction.document_side
+def _learned(runs: list[Results], controls: list[Results], place: Place, options: Json) -> Json:
+    pool, direction = place
+    clusters, side = runs[0].clusters(*place), direction.document_side
     values, samples = [], []
     for name, group in (("run", runs), ("control", controls)):
         moments = np.stack([r.array(f"{pool}/{direction}/topk_moments") for r in group], axis=1)  # [Q, S, 6]
@@ -217,7 +201,7 @@ def _learned(
         if 0 < fewest < MIN_MEMBERS:
             return _undecided(
                 f"too few: {fewest} relevant or irrelevant {side}s among the {name}'s {magnitudes.TOP_K} best by "
-                f"cosine, at least {MIN_MEMBERS} are needed"
+                f"cosine; at least {MIN_MEMBERS} are needed"
             )
         levels = np.array([float(r.array(f"{pool}/{direction}/length_level")[0]) for r in group])
         values.append(float(magnitudes.d_from_moments(moments.sum(axis=0), levels).mean()))
@@ -225,70 +209,52 @@ def _learned(
         samples.append(magnitudes.d_from_moments(sums.reshape(-1, *moments.shape[1:]), levels))
     for name, value in zip(("run", "control"), values, strict=True):
         if not np.isfinite(value):
-            return _undecided(
-                f"d(topk) of the {name}'s {side} lengths does not exist: a group is empty or lengths do not vary"
-            )
+            return _undecided(f"d(topk) of the {name}'s {side} norms is undefined: a group is empty or norms are equal")
     ci = metrics.finite_interval(metrics.over_seeds(samples[0] - samples[1], seed=options["seed"]))
     if ci is None:
-        return _undecided(f"too few queries: d(topk) of the {side} lengths exists in too few resamples")
+        return _undecided(f"too few queries: d(topk) of the {side} norms is undefined in too many resamples")
     interval = (values[0] - values[1], *ci)
     learned = ci[0] > 0
-    return {
-        "verdict": learned,
-        "d_run": values[0],
-        "d_control": values[1],
-        **_difference(interval),
-        "sentence": (
-            f"{side} length {'was learned' if learned else 'is not shown to be learned'}: d(topk) {values[0]:.2f} "
-            f"against the control's {values[1]:.2f}, difference {_signed(interval, 2)}."
-        ),
-    }
+    head = f"The {side} norm {'was learned' if learned else 'is not shown to be learned'}"
+    numbers = f"d(topk) {values[0]:.2f}, control {values[1]:.2f}, difference {_signed(interval, 2)}"
+    report = {"verdict": learned, "d_run": values[0], "d_control": values[1], **_difference(interval)}
+    return report | {"sentence": f"{head}: {numbers}."}
 
 
 def _useful(
-    runs: Sequence[Results],
-    controls: Sequence[Results],
-    baselines: Sequence[Results] | None,
-    pool: str,
-    direction: Direction,
-    metric: str,
-    options: Json,
+    runs: list[Results], controls: list[Results], baselines: list[Results], place: Place, metric: str, options: Json
 ) -> Json:
-    def values(group: Sequence[Results], scoring: str) -> Array:  # [S, Q]
-        return np.stack([r.query_values(pool, direction, scoring, metric).astype(np.float64) for r in group])
-
-    clusters = runs[0].clusters(pool, direction)
-    own = values(runs, NATIVE) - values(runs, "cosine")
-    luck = values(controls, "dot") - values(controls, "cosine")
-    gain = metrics.mean_interval(own - luck, clusters, **options)
+    clusters = runs[0].clusters(*place)
+    native = _values(runs, *place, NATIVE, metric)
+    own = native - _values(runs, *place, "cosine", metric)
+    noise = _values(controls, *place, "dot", metric) - _values(controls, *place, "cosine", metric)
+    gain = metrics.mean_interval(own - noise, clusters, **options)
     helps = metrics.mean_interval(own, clusters, **options)
     report: Json = {
         "metric": metric,
         "native_minus_cosine_run": float(own.mean()),
         "native_minus_cosine_run_ci": list(helps[1:]),
-        "dot_minus_cosine_control": float(luck.mean()),
+        "dot_minus_cosine_control": float(noise.mean()),
         "gain": _difference(gain),
         "native_minus_baseline_cosine": None,
     }
-    above = helps[1] > 0 and gain[1] > 0
-    words = (
-        f"length gives {_signed(helps, 3)} {metric} against {luck.mean():+.3f} in the control, difference "
-        f"{_signed(gain, 3)}"
-    )
-    missing = "the cosine run" if direction in TEXT_DIRECTIONS else "the sym/cosine run"
-    if baselines is None:
-        if above:
-            return {**report, **_undecided(f"{words}; without {missing} the second condition is open")}
-        return {**report, "verdict": False, "sentence": f"Length is not shown to be useful: {words}."}
-    beside = metrics.mean_interval(values(runs, NATIVE) - values(baselines, "cosine"), clusters, **options)
-    report["native_minus_baseline_cosine"] = _difference(beside)
-    named = "sym/cosine" if missing == "the sym/cosine run" else missing
-    words += f"; native minus {named}'s cosine is {_signed(beside, 3)}"
-    if above and beside[0] >= 0 >= beside[1]:
-        return {**report, **_undecided(f"{words}, not below it but within noise of it")}
-    useful = above and beside[1] > 0
-    head = "Length is useful" if useful else "Length is not shown to be useful"
-    return {**report, "verdict": useful, "sentence": f"{head}: {words}."}
+    useful: bool | None = helps[1] > 0 and gain[1] > 0
+    words = f"native minus cosine {_signed(helps, 3)} {metric}, control's dot minus cosine {noise.mean():+.3f}, "
+    words += f"difference {_signed(gain, 3)}"
+    if baselines:
+        margin = metrics.mean_interval(native - _values(baselines, *place, "cosine", metric), clusters, **options)
+        report["native_minus_baseline_cosine"] = _difference(margin)
+        words += f"; native minus the baseline's cosine {_signed(margin, 3)}"
+        if useful and margin[1] <= 0:
+            useful = None if margin[0] >= 0 else False
+            words += ", not below it but within noise" if useful is None else ""
+    elif useful:
+        missing = "the cosine run" if place[1] in TEXT_DIRECTIONS else "the sym/cosine run"
+        useful, words = None, f"{words}; without a baseline, {missing}, condition (2) is open"
+    if useful is None:
+        return report | _undecided(words)
+    head = "The norm is useful" if useful else "The norm is not shown to be useful"
+    return report | {"verdict": useful, "sentence": f"{head}: {words}."}
 
 
 def _undecided(reason: str) -> Json:
@@ -298,9 +264,6 @@ def _undecided(reason: str) -> Json:
 def _signed(interval: tuple[float, float, float], digits: int) -> str:
     delta, lo, hi = interval
     return f"{delta:+.{digits}f} [{lo:+.{digits}f}, {hi:+.{digits}f}]"
-
-
-# --- which runs can be compared ---------------------------------------------------------------------------------------
 
 
 def same_data(a: Results, b: Results) -> None:
@@ -313,10 +276,9 @@ def same_data(a: Results, b: Results) -> None:
                 f"{printable(right, 60)} for {_called(b)}; evaluate both on the same data"
             )
     for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
-        marks = [r.json["pools"][pool].get("fingerprint") for r in (a, b)]
-        if marks[0] != marks[1]:
+        if len({str(r.json["pools"][pool].get("fingerprint")) for r in (a, b)}) > 1:
             raise UserError(
-                f"runs over different distractors cannot be compared: pool {printable(pool, 60)} is not the same in both"
+                f"runs over different distractors cannot be compared: pool {printable(pool, 60)} is not the same"
             )
 
 
@@ -337,29 +299,32 @@ def seeds_differ(run: Results, control: Results) -> bool:
     return len({run.seed, control.seed} - {None}) > 1
 
 
-def losses_differ(mine: Json, controls: Json) -> bool:
+def losses_differ(a: Json, b: Json) -> bool:
     """Whether two losses weigh the directions differently: sym with i2t_weight 1 is asym-i2t, both with q2d_weight 1
     is q2d."""
-    if is_text(mine) != is_text(controls) or mine.get("i2t_weight_end") != controls.get("i2t_weight_end"):
+    if is_text(a) != is_text(b) or a.get("i2t_weight_end") != b.get("i2t_weight_end"):
         return True
-    weights = [trained.get("q2d_weight" if is_text(trained) else "i2t_weight") for trained in (mine, controls)]
-    return weights[0] != weights[1] if None not in weights else mine.get("loss") != controls.get("loss")
+    weights = [trained.get("q2d_weight" if is_text(trained) else "i2t_weight") for trained in (a, b)]
+    return weights[0] != weights[1] if None not in weights else a.get("loss") != b.get("loss")
 
 
 def check_baseline(baseline: Results, run: Results) -> None:
     """Require the sym/cosine run or, of text, a cosine run of the run's own loss."""
-    trained, native = baseline.trained_with, baseline.native
-    cosine = tuple(native) == (1, 1)
-    start = f"the baseline was trained with {printable(trained.get('loss'))} and the exponents {native.gamma_q}, "
-    start += f"{native.gamma_d}: "
+    trained, native, loss = baseline.trained_with, baseline.native, run.trained_with.get("loss")
     if is_text(run.trained_with):
-        if not cosine or losses_differ(trained, run.trained_with):
-            loss = printable(run.trained_with.get("loss"))
-            raise UserError(f"{start}a baseline is a cosine run of the run's loss, {loss}")
-        return
-    both = trained.get("loss") in (None, "sym") and trained.get("i2t_weight") in (None, 0.5) and not is_text(trained)
-    if not both or "i2t_weight_end" in trained or not cosine:
-        raise UserError(f"{start}a baseline is a sym/cosine run, both directions of equal weight")
+        wanted, fits = (
+            f"a cosine run of the run's loss, {printable(loss)}",
+            not losses_differ(trained, run.trained_with),
+        )
+    else:
+        wanted = "a sym/cosine run, both directions of equal weight"
+        both = trained.get("loss") in (None, "sym") and trained.get("i2t_weight") in (None, 0.5)
+        fits = both and not is_text(trained) and "i2t_weight_end" not in trained
+    if not fits or tuple(native) != (1, 1):
+        raise UserError(
+            f"the baseline was trained with {printable(trained.get('loss'))} and the exponents {native.gamma_q}, "
+            f"{native.gamma_d}: a baseline is {wanted}"
+        )
 
 
 def check_control(run: Results, control: Results) -> None:
@@ -368,54 +333,43 @@ def check_control(run: Results, control: Results) -> None:
     if losses_differ(*pair):
         name = "q2d_weight" if is_text(pair[1]) else "i2t_weight"
         losses = [printable(t.get("loss")) + (f" ({name} {w})" if (w := t.get(name)) else "") for t in pair]
-        raise UserError(
-            f"the control was trained with the loss {losses[0]}, the run with {losses[1]}: a control has the run's loss"
+        wrong = f"the loss {losses[0]}, the run with {losses[1]}: a control has the run's loss"
+    elif seeds_differ(run, control):
+        wrong = f"seed {control.seed}, the run with {run.seed}: a control has the run's seed"
+    elif (earlier := pair[0].get("gamma_from", "cosine")) not in ("cosine", "dnorm") or control.native.gamma_d != 1:
+        started = "" if control.native.gamma_d != 1 else f" after {printable(earlier, 40)}"
+        wrong = (
+            f"gamma_d {control.native.gamma_d}{started}: a control normalizes its documents (cosine, dnorm) throughout"
         )
-    if seeds_differ(run, control):
-        raise UserError(
-            f"the control was trained with seed {control.seed}, the run with {run.seed}: a control has the run's seed"
-        )
-    earlier = pair[0].get("gamma_from", "cosine")
-    if earlier not in ("cosine", "dnorm"):
-        raise UserError(
-            f"the control began with {printable(earlier, 40)}, which keeps its documents' length: no loss of a control "
-            "ever sees it"
-        )
-    if control.native.gamma_d != 1:
-        raise UserError(
-            f"the control keeps its documents' length (gamma_d {control.native.gamma_d}); a control is trained with "
-            "gamma_d 1: cosine or dnorm"
-        )
-
-
-# --- runs that differ only in their seed ------------------------------------------------------------------------------
+    else:
+        return
+    raise UserError(f"the control was trained with {wrong}")
 
 
 @dataclass(frozen=True)
 class Group:
     """Runs of one model, loss and normalization with different seeds.
 
-    A query's number is its mean over the seeds, so intervals cover the choice of queries and not that of seeds; how far
-    the seeds are apart stands beside them.
+    A query's number is its mean over the seeds, so intervals cover the choice of queries and not that of seeds, whose
+    range stands beside them.
     """
 
     name: str
     runs: list[Results]
 
-    def values(self, pool: str, direction: str, scoring: str, metric: str = "success@1") -> Array | None:
-        """[Q] means over the seeds; None where a run does not have the scoring."""
+    def values(self, pool: str, direction: str, scoring: str) -> Array | None:
+        """[Q] success@1, means over the seeds; None where a run does not have the scoring."""
         if any(scoring not in run.pools[pool]["retrieval"][direction] for run in self.runs):
             return None
-        every = [run.query_values(pool, direction, scoring, metric).astype(np.float64) for run in self.runs]
-        return np.mean(every, axis=0)
+        return np.asarray(_values(self.runs, pool, direction, scoring, "success@1").mean(axis=0))
 
-    def numbers(self, pool: str, direction: str, scoring: str, metric: str = "success@1") -> Json | None:
-        """{"mean", "ci" over queries, "low", "high": the lowest and the highest seed}."""
-        values = self.values(pool, direction, scoring, metric)
+    def numbers(self, pool: str, direction: str, scoring: str) -> Json | None:
+        """{"mean", "ci" over queries, "low", "high": the lowest and the highest seed} of success@1."""
+        values = self.values(pool, direction, scoring)
         if values is None:
             return None
         mean, lo, hi = metrics.mean_intervals(values[:, None], self.runs[0].clusters(pool, direction))[0]
-        each = [run.pools[pool]["retrieval"][direction][scoring][metric] for run in self.runs]
+        each = [run.pools[pool]["retrieval"][direction][scoring]["success@1"] for run in self.runs]
         return {"mean": mean, "ci": [lo, hi], "low": min(each), "high": max(each)}
 
     def gain(self, pool: str, direction: str, scoring: str, over: Group, their: str) -> Json | None:
@@ -439,13 +393,9 @@ def group_by_seed(runs: Mapping[str, Results]) -> list[Group]:
     by_kind: dict[str, dict[int, Results]] = {}
     for run in runs.values():
         trained = run.trained_with
-        if "loss" not in trained or run.seed is None:
-            continue
-        start = trained.get("initial") or {}
-        kind = [trained.get("model", run.json.get("model")), *(trained.get(k) for k in SAME)]
-        by_kind.setdefault(repr([*kind, start.get("loss"), start.get("norm")]), {}).setdefault(run.seed, run)
-    groups = []
-    for members in (list(by_seed.values()) for by_seed in by_kind.values() if len(by_seed) > 1):
-        trained = members[0].trained_with
-        groups.append(Group(f"{trained['loss']} {trained.get('norm')}", members))
-    return groups
+        if "loss" in trained and run.seed is not None:
+            start = trained.get("initial") or {}
+            kind = [trained.get("model", run.json.get("model")), *map(trained.get, SAME)]
+            by_kind.setdefault(repr([*kind, start.get("loss"), start.get("norm")]), {}).setdefault(run.seed, run)
+    groups = [list(by_seed.values()) for by_seed in by_kind.values() if len(by_seed) > 1]
+    return [Group("{loss} {norm}".format(**{"norm": None} | members[0].trained_with), members) for members in groups]

@@ -90,26 +90,27 @@ def text_sizes(texts: Sequence[str]) -> dict[str, Array]:
 
 
 def text_set(collection: BeirCollection, query: Tensor, document: Tensor) -> EvalSet:
-    """A collection with its raw embeddings, query [Q, D] and document [N, D]; every row is resampled by itself.
+    """Make the set of a collection and raw query [Q, D] and document [N, D]; every row is resampled by itself.
 
     Raises:
         UserError: For embeddings that do not fit, and for an excluded document that is relevant to its query.
     """
-    embeddings, texts = {"query": query, "document": document}, {"query": collection.queries}
-    texts["document"] = collection.documents
+    c, embeddings = collection, {"query": query, "document": document}
+    texts = {"query": c.queries, "document": c.documents}
     for side, x in embeddings.items():
         if x.ndim != 2 or len(x) != len(texts[side]):
             raise UserError(
                 f"{side} embeddings of shape {list(x.shape)}: {len(texts[side])} rows, one a {side}, are needed"
             )
     sizes = {side: text_sizes(values) for side, values in texts.items()}
-    excluded = [(query, document) for query, rows in collection.excluded.items() for document in rows]
-    for q, d in sorted(set(excluded) & set(map(tuple, collection.pairs.tolist()))):
+    excluded = [(q, d) for q, rows in c.excluded.items() for d in rows]
+    for q, d in sorted(set(excluded) & set(map(tuple, c.pairs.tolist()))):
         raise UserError(
-            f"{printable(collection.path)}: query {printable(collection.query_ids[q], 60)!r} excludes document "
-            f"{printable(collection.document_ids[d], 60)!r}, which is judged relevant to it"
+            f"{printable(c.path)}: query {printable(c.query_ids[q], 60)!r} excludes document "
+            f"{printable(c.document_ids[d], 60)!r}, which is judged relevant to it"
         )
-    qrels = Qrels(collection.pairs, collection.gains)
+    qrels = Qrels(c.pairs, c.gains)
+    counts = {"n_empty": len(c.empty), "n_pairs": len(qrels)}
     return EvalSet(
         MAIN_POOL,
         embeddings,
@@ -117,40 +118,26 @@ def text_set(collection: BeirCollection, query: Tensor, document: Tensor) -> Eva
         clusters={side: np.arange(len(x)) for side, x in embeddings.items()},
         attributes={side: {"n_words": units["words"], **units} for side, units in sizes.items()},
         excluded=np.array(excluded, dtype=np.int64) if excluded else None,
-        items={
-            "query_ids": list(collection.query_ids),
-            "queries": list(collection.queries),
-            "document_ids": list(collection.document_ids),
-            "titles": list(collection.titles),
-        },
-        data={
-            "path": collection.path,
-            "split": collection.split,
-            "n_empty": len(collection.empty),
-            "n_pairs": len(qrels),
-            "notes": list(collection.notes),
-        },
-        fingerprint=collection.fingerprint(),
+        items={name: list(getattr(c, name)) for name in ("query_ids", "queries", "document_ids", "titles")},
+        data={"path": c.path, "split": c.split, **counts, "notes": list(c.notes)},
+        fingerprint=c.fingerprint(),
     )
 
 
 def image_text_sets(x: Embeddings, data: Mapping[str, Any] | None = None) -> list[EvalSet]:
-    """The main set, then ``full`` and one for each set of distractors; ``data`` as in :class:`EvalSet`."""
+    """Make the main set, then ``full`` and one for each set of distractors; ``data`` as in :class:`EvalSet`."""
     names = [MAIN_POOL, FULL, *(d.name for d in x.distractors)]
-    if len(set(names)) < len(names):
-        twice = next(n for i, n in enumerate(names) if n in names[:i])
-        raise UserError(f"distractors called {printable(twice, 60)!r} twice, or like another pool")
+    if twice := [n for i, n in enumerate(names) if n in names[:i]]:
+        raise UserError(f"distractors called {printable(twice[0], 60)!r} twice, or like another pool")
     pairs, texts = x.pairs.numpy(), np.arange(len(x.text))
     main = _image_text_set(x, MAIN_POOL, texts, pairs, x.gains)
     main.items = {"image_keys": list(x.image_ids), "captions": list(x.texts), "owner": x.owners().tolist()}
     main.data, main.fingerprint = dict(data or {}), x.fingerprint()
     sets = [main]
     full = np.flatnonzero(np.array(x.levels or [], dtype=object) == FULL)
-    row_in_full = np.full(len(texts), -1)
-    row_in_full[full] = np.arange(len(full))
-    kept = row_in_full[pairs[:, 1]] >= 0
+    kept = np.isin(pairs[:, 1], full)
     if len(full) < len(texts) and kept.any():
-        among = np.column_stack([pairs[kept, 0], row_in_full[pairs[kept, 1]]])
+        among = np.column_stack([pairs[kept, 0], np.searchsorted(full, pairs[kept, 1])])
         sets.append(_image_text_set(x, FULL, full, among, None if x.gains is None else np.asarray(x.gains)[kept]))
     return sets + [_with_distractors(x, main, d) for d in x.distractors]
 
@@ -165,13 +152,8 @@ def _image_text_set(x: Embeddings, name: str, texts: Array, pairs: Array, gains:
     if x.levels is not None:
         attributes["text"]["level"] = np.array(x.levels, dtype=object)[texts]
     clusters = np.where(owner >= 0, owner, n + np.arange(len(owner)))  # a text without an image is its own
-    return EvalSet(
-        name,
-        {"image": x.image, "text": x.text[torch.as_tensor(texts)]},
-        Qrels(pairs, gains),
-        {"image": np.arange(n), "text": clusters[texts]},
-        attributes,
-    )
+    embeddings = {"image": x.image, "text": x.text[torch.as_tensor(texts)]}
+    return EvalSet(name, embeddings, Qrels(pairs, gains), {"image": np.arange(n), "text": clusters[texts]}, attributes)
 
 
 def _with_distractors(x: Embeddings, main: EvalSet, distractors: Distractors) -> EvalSet:
@@ -190,9 +172,8 @@ def _with_distractors(x: Embeddings, main: EvalSet, distractors: Distractors) ->
         for name, values in attributes[side].items():
             unknown = np.full(len(more), "" if values.dtype == object else -1, dtype=values.dtype)
             attributes[side][name] = np.concatenate([values, sizes.get(name, unknown)])
-    return EvalSet(
-        distractors.name, embeddings, main.qrels, clusters, attributes, fingerprint=distractors.fingerprint()
-    )
+    mark = distractors.fingerprint()
+    return EvalSet(distractors.name, embeddings, main.qrels, clusters, attributes, fingerprint=mark)
 
 
 @dataclass
@@ -219,27 +200,30 @@ class EvalSource:
         cache_dir: Path | None = None,
         kinds: Sequence[str] = (),
     ) -> EvalSource:
-        def source(content: ImageTextData, label: str) -> FeatureSource:
-            return FeatureSource.open(content, model, options, cache_dir, label)
-
-        return cls(source(data, "evaluation"), {name: source(d, name) for name, d in distractors.items()}, list(kinds))
+        """Open the cached trunk outputs of all data."""
+        how = model, options, cache_dir
+        others = {name: FeatureSource.open(d, *how, name) for name, d in distractors.items()}
+        return cls(FeatureSource.open(data, *how, "evaluation"), others, list(kinds))
 
     def embed(
         self, model: ClipModel, options: EncodeOptions, with_distractors: bool = True, seed: int = 0
     ) -> Embeddings:
         """Encode everything once; ``seed``: of the built-in distractors."""
-        found = self.main.embed(model, options, "evaluation")
+        main = self.main.embed(model, options, "evaluation")
+        if not with_distractors:
+            return dataclasses.replace(main, distractors=[])
         distractors = []
-        for name, source in self.distractors.items() if with_distractors else ():
+        for name, source in self.distractors.items():
             extra = source.embed(model, options, name)
             owner = {"image": list(range(len(extra.image))), "text": extra.owners().tolist()}
             mark = source.data.fingerprint()
             distractors.append(Distractors(name, extra.image, extra.text, extra.captions, mark, owner))
-        for kind in self.kinds if with_distractors else ():
-            distractors.append(self._kind(kind, found, model, options, seed))
-        return dataclasses.replace(found, distractors=distractors)
+        distractors += [self._built_in(kind, main, model, options, seed) for kind in self.kinds]
+        return dataclasses.replace(main, distractors=distractors)
 
-    def _kind(self, kind: str, main: Embeddings, model: ClipModel, options: EncodeOptions, seed: int) -> Distractors:
+    def _built_in(
+        self, kind: str, main: Embeddings, model: ClipModel, options: EncodeOptions, seed: int
+    ) -> Distractors:
         """One built-in kind: as many pictures as the data have, made out of them, or as many captions."""
         mark = f"seed {seed}"
         if KINDS[kind] == "text":
@@ -279,15 +263,14 @@ def draw_bank(
     for side in sides:
         rows = _drawn(len(texts[side]), size, seed)
         if evaluated is not None:  # an image is the evaluation's if all of its captions are
-            bank.overlap[side] = sum(all(c in own for c in texts[side][row]) for row in rows)
-            _require_others(data.path, bank.overlap[side], len(rows), "captions")
+            _overlap(bank, data.path, side, [all(c in own for c in texts[side][row]) for row in rows], "captions")
         vectors, bad = source.vectors(side, model, options, "bank", rows.tolist())
         bank.vectors[side] = vectors[[i for i in range(len(rows)) if i not in bad]]
     return bank
 
 
 def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: Embeddings, seed: int = 0) -> QueryBank:
-    """As :func:`draw_bank`, from a file of saved embeddings; items are the same where their vectors are.
+    """Draw a bank as :func:`draw_bank` from a file of embeddings; items are the same where their vectors are.
 
     Raises:
         UserError: For a file of another D, and where all drawn vectors are the evaluation's.
@@ -300,13 +283,12 @@ def saved_bank(path: str, sides: Iterable[str], size: int, evaluated: Embeddings
     for side in sides:
         vectors, known = getattr(saved, side), getattr(evaluated, side)
         if vectors.shape[1] != known.shape[1]:
-            raise UserError(
-                f"--bank {printable(path)}: vectors of {vectors.shape[1]} dimensions; the evaluation has {known.shape[1]}"
-            )
+            wrong = f"vectors of {vectors.shape[1]} dimensions; the evaluation has {known.shape[1]}"
+            raise UserError(f"--bank {printable(path)}: {wrong}")
         bank.vectors[side] = vectors[torch.from_numpy(_drawn(len(vectors), size, seed))]
         own = {row.tobytes() for row in known.float().numpy()}
-        bank.overlap[side] = sum(row.tobytes() in own for row in bank.vectors[side].float().numpy())
-        _require_others(path, bank.overlap[side], len(bank.vectors[side]), "vectors")
+        same = [row.tobytes() in own for row in bank.vectors[side].float().numpy()]
+        _overlap(bank, path, side, same, "vectors")
     return bank
 
 
@@ -315,9 +297,11 @@ def _drawn(n: int, size: int, seed: int) -> Array:
     return np.sort(np.random.default_rng(seed).choice(n, min(size, n), replace=False))
 
 
-def _require_others(path: str, same: int, n: int, what: str) -> None:
-    if same == n:
+def _overlap(bank: QueryBank, path: str, side: str, same: Sequence[bool], what: str) -> None:
+    """Count the items that are the evaluation's, too. Raises UserError where all are."""
+    bank.overlap[side] = sum(same)
+    if all(same):
         raise UserError(
-            f"the bank {printable(path)} is the evaluation set, or a part of it: all of {n} {what} are in it, too; take "
-            "training data, or name it: --bank transductive"
+            f"the bank {printable(path)} is the evaluation set, or a part of it: all of {len(same)} {what} are in it, "
+            "too; take training data, or name it: --bank transductive"
         )

@@ -28,6 +28,8 @@ from mmclip.evaluation.eval_set import UNITS, EvalSet, EvalSource, image_text_se
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Array, Json, Results
 from mmclip.evaluation.zero_shot import ZeroShot
 from mmclip.metrics import magnitude as magnitudes
+from mmclip.metrics.bootstrap import LEVEL
+from mmclip.metrics.rank import clamped
 from mmclip.models.factory import ClipModel
 from mmclip.models.metadata import native_exponents, trained_scales
 from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, norms, rank, rank_both
@@ -89,76 +91,75 @@ def evaluate(
     native = as_floats(exponents)
     if not (isfinite(native.gamma_q) and isfinite(native.gamma_d)):
         raise UserError(f"native exponents {tuple(native)}: both must be finite; 0 keeps a norm, 1 divides it out")
-    reverse = _ReverseScorer(native, scales or {}, bank, sets[0])
+    known = {d: float(alpha) for d, alpha in (scales or {}).items() if alpha is not None}
+    alphas = dict(known)
+    for direction in (scales or {}).keys() - known.keys():  # the effective scale is SCALE_INIT on the main set
+        factors = mean_norm_factor(*direction.roles(sets[0].embeddings), native)
+        alphas[direction] = SCALE_INIT / max(factors, TINY)
     scorings = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {NATIVE: native}
-    if any(d.opposite in reverse.scales for d in directions):
+    if any(d.opposite in alphas for d in directions):
         scorings[REVERSED] = reversed_exponents(native)
-    listed = dict.fromkeys(scorings, max(depth, magnitudes.TOP_K)) if depth else {}
-    top_k = listed or {"cosine": magnitudes.TOP_K, NATIVE: magnitudes.TOP_K}
+    top_k = dict.fromkeys(scorings if depth else ("cosine", NATIVE), max(depth, magnitudes.TOP_K))
     how: Any = {"resamples": resamples, "seed": seed}
     results, pools = Results({}, {}, sets[0].items), {}
     for data in sets:
-        told = partial(progress, data.name) if progress is not None else None
-        by_direction = _ranked(data, directions, scorings, top_k=top_k, block_bytes=block_bytes, progress=told)
+        report = None if progress is None else partial(progress, data.name)
+        by_direction = _ranked(data, directions, scorings, top_k=top_k, block_bytes=block_bytes, progress=report)
         if depth and data is sets[0]:
             results.lists = by_direction[0]
         section: Json = {"retrieval": {}, "magnitude": {}, "diagnostics": {}}
         counts, chance = {}, {}
         for direction, whole in zip(directions, by_direction, strict=True):
-            rankings = _shortened(whole, magnitudes.TOP_K)
-            extra = reverse.extend(data, direction, rankings, block_bytes)
-            section["retrieval"][direction.value] = numbers = _rates(
-                data, direction, rankings, metrics, results.per_query, how
-            )
-            for scoring, more in extra.items():
-                numbers[scoring] |= more
-            _keep_lists(data, direction, rankings, results.per_query)
-            section["magnitude"][direction.document_side] = _norms(
-                data, direction, rankings["cosine"], results.per_query, how
-            )
-            section["diagnostics"][direction.value] = _diagnostics(
-                data, direction, rankings, native, reverse.known.get(direction), fisher and data is sets[0], how
-            )
+            rankings, name, trained = _shortened(whole, magnitudes.TOP_K), direction.value, direction.opposite
+            about = None
+            if trained not in alphas:
+                rankings.pop(REVERSED, None)
+            elif bank is not None:
+                about = _correct(data, direction, rankings, bank, native, alphas[trained], block_bytes)
+            numbers, arrays = _rates(data, direction, rankings, metrics, how)
+            if about is not None:
+                numbers[CORRECTED] |= about | {"alpha_source": "given" if trained in known else "calibrated"}
+            norms, more = _norms(data, direction, rankings["cosine"], how)
+            results.per_query |= {f"{data.name}/{key}": x for key, x in (arrays | more).items()}
+            section["retrieval"][name], section["magnitude"][direction.document_side] = numbers, norms
+            options = {"fisher": fisher and data is sets[0], **how}
+            section["diagnostics"][name] = diagnose(data, direction, rankings, native, known.get(direction), **options)
             judged = rankings["cosine"]
-            counts[direction.value] = len(judged.queries)
-            chance[direction.value] = float(np.diff(judged.offsets).mean() / judged.n_documents)
+            counts[name] = len(judged.queries)
+            chance[name] = float(np.diff(judged.offsets).mean() / judged.n_documents)
         for side in data.embeddings.keys() - section["magnitude"].keys():  # never documents here
-            norms = _row_norms(data.embeddings[side])
-            results.per_query[f"{data.name}/lengths/{side}"] = norms.astype(np.float32)
-            section["magnitude"][side] = magnitudes.summary(norms[rankings["cosine"].queries])
+            row_norms = _row_norms(data.embeddings[side])
+            results.per_query[f"{data.name}/lengths/{side}"] = row_norms.astype(np.float32)
+            section["magnitude"][side] = magnitudes.summary(row_norms[rankings["cosine"].queries])
         section["magnitude"] = {side: section["magnitude"][side] for side in data.embeddings}
-        about: Json = {COUNTS[side]: len(x) for side, x in data.embeddings.items() if side in COUNTS}
-        about |= {"n_queries": counts, "chance": chance}  # chance: success@1 of a random ranking
-        pools[data.name] = about | ({"fingerprint": data.fingerprint} if data.fingerprint else {}) | section
-    results.json.update(_document(sets[0], pools, native, directions, how, dict(metadata or {})))
-    return results
-
-
-def _document(
-    main: EvalSet, pools: Json, native: Exponents, directions: Sequence[Direction], how: Json, metadata: Json
-) -> Json:
-    """results.json: the main set's sections on top, the others' under "pools"."""
-    first = pools.pop(main.name)
+        sizes: Json = {COUNTS[side]: len(x) for side, x in data.embeddings.items() if side in COUNTS}
+        sizes |= {"n_queries": counts, "chance": chance}  # chance: success@1 of a random ranking
+        pools[data.name] = sizes | ({"fingerprint": data.fingerprint} if data.fingerprint else {}) | section
+    # The main set's sections stand on top, the others' under "pools".
+    first, other = pools.pop(sets[0].name), dict(metadata or {})
     sections = {name: first.pop(name) for name in ("retrieval", "magnitude", "diagnostics")}
-    return {
-        "model": metadata.pop("model", None),
-        "trained_with": dict(metadata.pop("trained_with", {})),
-        "data": {**metadata.pop("data", {}), **main.data, **first},
-        **metadata,
+    results.json |= {
+        "model": other.pop("model", None),
+        "trained_with": dict(other.pop("trained_with", {})),
+        "data": {**other.pop("data", {}), **sets[0].data, **first},
+        **other,
         "evaluation": {
             "native": native._asdict(),
-            "bootstrap": {**how, "level": rates.LEVEL, "clusters": directions[0].query_side},
+            "bootstrap": {**how, "level": LEVEL, "clusters": directions[0].query_side},
             "topk": magnitudes.TOP_K,
+            **({} if len(directions) > 1 else {"ir_measures": []}),  # rates with its digits: all are our own
         },
         **sections,
-        **({"pools": pools} if len(directions) > 1 else {}),
     }
+    if len(directions) > 1:
+        results.json["pools"] = pools
+    return results
 
 
 def quick_rates(
     data: EvalSet, exponents: Exponents, directions: Sequence[Direction], metrics: Sequence[str]
 ) -> dict[str, float]:
-    """{"val_DIRECTION_METRIC_SCORING": mean} of the native scoring and of cosine: validation during training."""
+    """Validate during training: {"val_DIRECTION_METRIC_SCORING": mean} of the native scoring and of cosine."""
     scorings = {NATIVE: as_floats(exponents), "cosine": Normalization.COSINE.exponents}
     numbers: dict[str, float] = {}
     for direction, rankings in zip(directions, _ranked(data, directions, scorings), strict=True):
@@ -189,50 +190,66 @@ def _shortened(rankings: Mapping[str, Ranking], k: int) -> dict[str, Ranking]:
     return {name: cut[id(r)] for name, r in rankings.items()}
 
 
-def _rates(
+def _correct(
     data: EvalSet,
     direction: Direction,
-    rankings: Mapping[str, Ranking],
-    metrics: Sequence[str],
-    per_query: dict[str, Array],
-    how: Mapping[str, Any],
-) -> Json:
-    """Every scoring's rates with intervals; every query's go into ``per_query``."""
-    prefix = f"{data.name}/{direction.value}"
-    queries = rankings["cosine"].queries
+    rankings: dict[str, Ranking],
+    bank: QueryBank,
+    native: Exponents,
+    alpha: float,
+    block_bytes: int,
+) -> Json | None:
+    """Add ``corrected`` to ``rankings`` and describe it; None without a bank for these candidates."""
+    side, (query, candidate) = bank_side(direction), direction.roles(data.embeddings)
+    rows, offsets, size = bank.of(side, data.embeddings), bank.offsets.get(direction), bank.sizes.get(side, 0)
+    if rows is not None:
+        offsets, size = document_offsets(candidate, rows, native, alpha, block_bytes), len(rows)
+    elif offsets is None or len(offsets) != len(candidate):  # a set with other candidates than the main one
+        return None
+    rankings |= rank(
+        with_one(query, native),
+        with_offset(candidate, offsets.to(candidate.device), native, alpha),
+        data.relevance(direction),
+        {CORRECTED: Normalization.DOT.exponents},
+        block_bytes=block_bytes,
+    )
+    about: Json = {"bank": bank.name, "bank_size": size, "transductive": bank.transductive, "alpha": alpha}
+    return about | ({"bank_overlap": bank.overlap[side]} if side in bank.overlap else {})
+
+
+def _rates(
+    data: EvalSet, direction: Direction, rankings: Mapping[str, Ranking], metrics: Sequence[str], how: Json
+) -> tuple[Json, dict[str, Array]]:
+    """Every scoring's rates with intervals, and arrays of single queries: rates, ranks and lists."""
+    prefix, queries = direction.value, rankings["cosine"].queries
     clusters = data.clusters[direction.query_side][queries]
-    per_query |= {f"{prefix}/queries": queries, f"{prefix}/clusters": clusters}
+    arrays = {f"{prefix}/queries": queries, f"{prefix}/clusters": clusters}
     # Scorings that rank alike share one Ranking: one set of numbers, equal to the last digit of every interval.
     distinct = {id(r): r for r in rankings.values()}
     values = {key: rates.per_query(r.ranks, r.offsets, r.gains, metrics) for key, r in distinct.items()}
     columns = [values[key][metric] for key in distinct for metric in metrics]
     intervals = iter(rates.mean_intervals(np.column_stack(columns), clusters, **how))
     means = {key: {metric: next(intervals) for metric in metrics} for key in distinct}
-    several = len(np.unique(clusters)) > 1  # one cluster has no spread, which is not the same as certainty
+    several = rates.several(clusters)
     numbers: Json = {}
     for name, r in rankings.items():
-        first = values[id(r)]["first_rank"]
-        numbers[name] = {metric: value for metric, (value, _, _) in means[id(r)].items()}
-        numbers[name] |= {"median_rank": float(np.median(first)), "mean_rank": float(np.mean(first))}
-        numbers[name]["ci"] = {m: [lo, hi] if several else None for m, (_, lo, hi) in means[id(r)].items()}
-        numbers[name]["tied_queries"] = r.n_tied
-        if too_few := rates.clamped(r.n_documents, metrics):
+        own, mean = values[id(r)], means[id(r)]
+        numbers[name] = {metric: value for metric, (value, _, _) in mean.items()} | {
+            "median_rank": float(np.median(own["first_rank"])),
+            "mean_rank": float(np.mean(own["first_rank"])),
+            "ci": {metric: [lo, hi] if several else None for metric, (_, lo, hi) in mean.items()},
+            "tied_queries": r.n_tied,
+        }
+        if too_few := clamped(r.n_documents, metrics):
             numbers[name]["clamped_k"] = too_few
-        per_query |= {f"{prefix}/{name}/{metric}": values[id(r)][metric].astype(np.float32) for metric in metrics}
-        per_query[f"{prefix}/{name}/first_rank"] = first.astype(np.int32)
-    return numbers
-
-
-def _keep_lists(
-    data: EvalSet, direction: Direction, rankings: Mapping[str, Ranking], per_query: dict[str, Array]
-) -> None:
-    """The best by cosine, with their cosines, and natively: what example pages are drawn from."""
-    prefix = f"{data.name}/{direction.value}"
-    for name in ("cosine", NATIVE):
-        per_query[f"{prefix}/{name}/top_ids"] = rankings[name].top_ids.astype(np.int32)
-        per_query[f"{prefix}/{name}/top_relevant"] = rankings[name].top_relevant
+        arrays |= {f"{prefix}/{name}/{metric}": own[metric].astype(np.float32) for metric in metrics}
+        arrays[f"{prefix}/{name}/first_rank"] = own["first_rank"].astype(np.int32)
+    for name in ("cosine", NATIVE):  # example pages show them
+        arrays[f"{prefix}/{name}/top_ids"] = rankings[name].top_ids.astype(np.int32)
+        arrays[f"{prefix}/{name}/top_relevant"] = rankings[name].top_relevant
     scores = list_scores(data, direction, rankings["cosine"], Normalization.COSINE.exponents)
-    per_query[f"{prefix}/cosine/top_scores"] = scores.astype(np.float32)
+    arrays[f"{prefix}/cosine/top_scores"] = scores.astype(np.float32)
+    return numbers, arrays
 
 
 def list_scores(data: EvalSet, direction: Direction, ranking: Ranking, exponents: Exponents) -> Array:
@@ -246,38 +263,36 @@ def _row_norms(x: Tensor) -> Array:
     return magnitude(x.double()).cpu().numpy()
 
 
-def _norms(
-    data: EvalSet, direction: Direction, cosine: Ranking, per_query: dict[str, Array], how: Mapping[str, Any]
-) -> Json:
-    """The "magnitude" section of the side that ``direction`` has as documents."""
-    side, prefix = direction.document_side, f"{data.name}/{direction.value}"
+def _norms(data: EvalSet, direction: Direction, cosine: Ranking, how: Json) -> tuple[Json, dict[str, Array]]:
+    """The "magnitude" section of the side that ``direction`` has as documents, and the arrays of its bootstrap."""
+    side, prefix = direction.document_side, direction.value
     norms = _row_norms(data.embeddings[side])
     x, level = magnitudes.centred(norms)
-    clusters = per_query[f"{prefix}/clusters"]
-    per_query |= {
-        f"{data.name}/lengths/{side}": norms.astype(np.float32),
+    clusters = data.clusters[direction.query_side][cosine.queries]
+    arrays = {
+        f"lengths/{side}": norms.astype(np.float32),
         f"{prefix}/topk_moments": magnitudes.split_moments(x[cosine.top_ids], cosine.top_relevant),
         f"{prefix}/length_level": np.array([level]),
     }
-    effects = magnitudes.cohens_d(norms, cosine, clusters, data.clusters[side], **how)
-    follows = {
+    correlations = {
         name: magnitudes.spearman(norms[v >= 0], v[v >= 0])
         for name, v in data.attributes[side].items()
         if v.dtype != object and name not in UNITS
     }
-    return {
+    section = {
         **magnitudes.summary(norms),
-        "cohens_d": magnitudes.with_reasons(effects),
-        "spearman": magnitudes.with_reasons(follows),
+        "cohens_d": magnitudes.with_reasons(magnitudes.cohens_d(norms, cosine, clusters, data.clusters[side], **how)),
+        "spearman": magnitudes.with_reasons(correlations),
         "by_document": {
-            name: magnitudes.by_document_group(norms, group, names, cosine, clusters, **how)
+            name: magnitudes.by_group(norms, group, names, cosine, clusters, **how)
             for name, group, names in _groups(data, side)
         },
         "by_query": {
-            name: magnitudes.by_query_group(norms, group[cosine.queries], names, cosine, clusters, **how)
+            name: magnitudes.by_group(norms, group[cosine.queries], names, cosine, clusters, of_queries=True, **how)
             for name, group, names in _groups(data, direction.query_side)
         },
     }
+    return section, arrays
 
 
 def _groups(data: EvalSet, side: str) -> Iterator[tuple[str, Array, list[str]]]:
@@ -289,93 +304,6 @@ def _groups(data: EvalSet, side: str) -> Iterator[tuple[str, Array, list[str]]]:
             yield name, np.array([place.get(v, -1) for v in values]), names
         elif name not in UNITS:
             yield name, *magnitudes.number_bins(values)
-
-
-def _diagnostics(
-    data: EvalSet,
-    direction: Direction,
-    rankings: Mapping[str, Ranking],
-    native: Exponents,
-    alpha: float | None,
-    fisher: bool,
-    how: Mapping[str, Any],
-) -> Json:
-    sides = {"query": direction.query_side, "document": direction.document_side}
-    sizes = {
-        role: {unit: data.attributes[side][unit] for unit in UNITS}
-        for role, side in sides.items()
-        if UNITS[0] in data.attributes[side]
-    }
-    return diagnose(
-        *direction.roles(data.embeddings),
-        rankings,
-        data.clusters[sides["query"]][rankings["cosine"].queries],
-        data.clusters[sides["document"]],
-        native,
-        alpha,
-        text_length=sizes,
-        fisher=fisher,
-        **how,
-    )
-
-
-class _ReverseScorer:
-    """Scores of directions that were not trained, read from the opposite direction's (mmclip.retrieval.hubness).
-
-    Args:
-        scales: alpha of every trained direction; where None, the effective scale is set to ``SCALE_INIT`` on the
-            ``main`` set, once for all sets.
-    """
-
-    def __init__(
-        self, native: Exponents, scales: Mapping[Direction, float | None], bank: QueryBank | None, main: EvalSet
-    ) -> None:
-        self.native, self.bank = native, bank
-        self.known = {d: float(alpha) for d, alpha in scales.items() if alpha is not None}
-        self.scales = dict(self.known)
-        for direction in scales.keys() - self.known.keys():
-            factors = mean_norm_factor(*direction.roles(main.embeddings), native)
-            self.scales[direction] = SCALE_INIT / max(factors, TINY)
-
-    def extend(self, data: EvalSet, direction: Direction, rankings: dict[str, Ranking], block_bytes: int) -> Json:
-        """Leave ``reversed`` and ``corrected`` in ``rankings`` where ``direction`` has them; {scoring: description}."""
-        trained = direction.opposite
-        if trained not in self.scales:
-            rankings.pop(REVERSED, None)
-            return {}
-        alpha, bank = self.scales[trained], self.bank
-        query, candidate = direction.roles(data.embeddings)
-        if bank is None or (evidence := self._evidence(bank, direction, data, alpha, block_bytes)) is None:
-            return {}
-        rankings[CORRECTED] = rank(
-            with_one(query, self.native),
-            with_offset(candidate, evidence[0], self.native, alpha),
-            data.relevance(direction),
-            {CORRECTED: Normalization.DOT.exponents},
-            block_bytes=block_bytes,
-        )[CORRECTED]
-        about = {
-            "bank": bank.name,
-            "bank_size": evidence[1],
-            "transductive": bank.transductive,
-            "alpha": alpha,
-            "alpha_source": "given" if trained in self.known else "calibrated",
-        }
-        side = bank_side(direction)
-        return {CORRECTED: about | ({"bank_overlap": bank.overlap[side]} if side in bank.overlap else {})}
-
-    def _evidence(
-        self, bank: QueryBank, direction: Direction, data: EvalSet, alpha: float, block_bytes: int
-    ) -> tuple[Tensor, int] | None:
-        """(log-normalizer of every candidate, the bank's size); None without a bank for these candidates."""
-        side, candidate = bank_side(direction), data.embeddings[direction.document_side]
-        rows = bank.of(side, data.embeddings)
-        if rows is not None:
-            return document_offsets(candidate, rows, self.native, alpha, block_bytes), len(rows)
-        known = bank.offsets.get(direction)
-        if known is None or len(known) != len(candidate):  # a set with other candidates than the main one
-            return None
-        return known.to(candidate.device), bank.sizes.get(side, 0)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What an evaluation leaves on disk, and reads back: results.json, per_query.npz and items.json."""
+"""Results of an evaluation and their files: results.json, per_query.npz and items.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Results:
-    """Results of an evaluation: the numbers, those of every query, and what the rows are.
+    """Results of an evaluation: the numbers, those of every query, and the items that were ranked.
 
     Attributes:
         json: The content of results.json.
@@ -79,15 +79,14 @@ class Results:
         return self.array(f"{pool}/{direction}/clusters")
 
     def query_values(self, pool: str, direction: str, scoring: str, metric: str) -> Array:
-        """[Q] values of every query. Raises UserError naming what the run has."""
+        """[Q] values of every query. Raises UserError as :meth:`array`."""
         return self.array(f"{pool}/{direction}/{scoring}/{metric}")
 
     def array(self, name: str) -> Array:
+        """An array of ``per_query``. Raises UserError naming what the run has."""
         if name not in self.per_query:
-            names = sorted({k.rsplit("/", 1)[0] for k in self.per_query})
-            raise UserError(
-                f"no per-query numbers {printable(name)!r}; there are those of: {printable(', '.join(names), 900)}"
-            )
+            names = ", ".join(sorted({k.rsplit("/", 1)[0] for k in self.per_query}))
+            raise UserError(f"no per-query numbers {printable(name)!r}; valid are those of: {printable(names, 900)}")
         return self.per_query[name]
 
 
@@ -169,21 +168,19 @@ def whole(where: str | Path) -> Iterator[None]:
 
 def _check(results: Results) -> None:
     """Require everything that tables and comparisons read; raises what a missing or odd value raises."""
-    for gamma in results.native:
-        float(gamma)
+    list(map(float, results.native))
     for pool, section in results.pools.items():
-        place = results.json["data"] if pool == MAIN_POOL else section
-        if set(section["retrieval"]) != set(place["n_queries"]):
-            raise ValueError(f"directions of {pool}: queries of {sorted(place['n_queries'])}")
+        n_queries = (results.json["data"] if pool == MAIN_POOL else section)["n_queries"]
+        if set(section["retrieval"]) != set(n_queries):
+            raise ValueError(f"directions of {pool}: queries of {sorted(n_queries)}")
         for direction, scorings in section["retrieval"].items():
-            n = int(place["n_queries"][direction])
+            n = int(n_queries[direction])
             rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
-            names = [f"{scoring}/{rate}" for scoring in scorings for rate in rates]
-            for name in ("clusters", *names):
-                if results.array(f"{pool}/{direction}/{name}").shape != (n,):
+            shapes: dict[str, tuple[int, ...]] = {"clusters": (n,)}
+            shapes |= {f"{scoring}/{rate}": (n,) for scoring in scorings for rate in rates} | {"topk_moments": (n, 6)}
+            for name, shape in shapes.items():
+                if results.array(f"{pool}/{direction}/{name}").shape != shape:
                     raise ValueError(f"{pool}/{direction}/{name} has not {n} values")
-            if results.array(f"{pool}/{direction}/topk_moments").shape != (n, 6):
-                raise ValueError(f"{pool}/{direction}/topk_moments")
             for numbers in (scorings["cosine"], scorings[NATIVE], *scorings.values()):
                 for name in (*rates, "median_rank", "tied_queries"):
                     float(numbers[name])
@@ -194,21 +191,16 @@ def _check(results: Results) -> None:
         documents = {Direction(direction).document_side for direction in section["retrieval"]}
         for side, norms in section["magnitude"].items():
             _numbers(norms, "mean", "cv")
-            if side not in documents:
-                continue
-            for kind in ("topk", "corpus"):
-                _effect(norms["cohens_d"][kind])
-            for follows in (norms["spearman"].get(name) for name in norms["by_document"]):
-                _numbers(follows or {"value": 0}, "value")
-            for group in (g for by in ("by_document", "by_query") for rows in norms[by].values() for g in rows):
-                _numbers(group, "n", "mean")
-                _effect(group["topk"])
-
-
-def _effect(value: Any) -> None:
-    if value is not None:
-        float(value["value"])
-        _interval(value["ci"])
+            if side in documents:
+                groups = [g for by in ("by_document", "by_query") for rows in norms[by].values() for g in rows]
+                for group in groups:
+                    _numbers(group, "n", "mean")
+                for effect in (norms["cohens_d"]["topk"], norms["cohens_d"]["corpus"], *(g["topk"] for g in groups)):
+                    if effect is not None:
+                        float(effect["value"])
+                        _interval(effect["ci"])
+                for name in norms["by_document"]:
+                    _numbers(norms["spearman"].get(name) or {"value": 0}, "value")
 
 
 def _interval(ci: Any) -> None:
@@ -224,7 +216,7 @@ def _numbers(section: Json, *names: str) -> None:
 
 
 def _load_items(path: Path) -> dict[str, list[Any]]:
-    """{} where there are none, or the file holds something else: numbers do not need them."""
+    """Items of a run; {} where there are none, or the file holds something else: numbers do not need them."""
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -7,8 +7,6 @@ Imports :mod:`mmclip.retrieval` (the Ranking type) and :mod:`mmclip.similarity`;
 
 from mmclip.metrics.bootstrap import (
     DETECTABLE,
-    LEVEL,
-    MIN_DEFINED,
     RESAMPLES,
     Estimate,
     cluster_counts,
@@ -26,22 +24,18 @@ from mmclip.metrics.bootstrap import (
 from mmclip.metrics.fisher import fisher_report
 from mmclip.metrics.geometry import effective_rank, hubness
 from mmclip.metrics.magnitude import cohens_d, magnitude_auc
-from mmclip.metrics.rank import RATES, TEXT_RATES, clamped, cutoff, per_query, success_at
+from mmclip.metrics.rank import RATES, TEXT_RATES, per_query
 from mmclip.metrics.significance import holm, randomization_p, smallest_detectable
 
 __all__ = [
     "DETECTABLE",
-    "LEVEL",
-    "MIN_DEFINED",
     "RATES",
     "RESAMPLES",
     "TEXT_RATES",
     "Estimate",
-    "clamped",
     "cluster_counts",
     "cluster_sums",
     "cohens_d",
-    "cutoff",
     "effective_rank",
     "estimate",
     "finite_interval",
@@ -59,5 +53,4 @@ __all__ = [
     "randomization_p",
     "several",
     "smallest_detectable",
-    "success_at",
 ]

@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 
 def cluster_counts(n: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """How often each of n clusters is in a bootstrap sample of n: chunks [b, n] of ``resamples`` rows in all."""
+    """Yield how often each of n clusters is in a bootstrap sample of n: chunks [b, n], ``resamples`` rows in all."""
     rng = np.random.default_rng(seed)
     chunk = max(1, _CHUNK // n)
     for start in range(0, resamples, chunk):
@@ -41,7 +41,7 @@ def cluster_counts(n: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iter
 def cluster_sums(
     values: ArrayLike, clusters: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> NDArray[np.float64]:
-    """Sums of values [Q, m] over bootstrap samples of clusters [Q]: [resamples, m]."""
+    """Sum values [Q, m] over bootstrap samples of clusters [Q]: [resamples, m]."""
     v = np.asarray(values, dtype=np.float64)
     names, member = np.unique(np.asarray(clusters), return_inverse=True)
     by_cluster = np.zeros((len(names), v.shape[1]))
@@ -69,7 +69,7 @@ def finite_interval(samples: Array) -> tuple[float, float] | None:
 
 
 def several(clusters: ArrayLike) -> bool:
-    """Whether clusters can be resampled: one has no spread, which is not the same as certainty."""
+    """Whether clusters [Q] can be resampled: one has no spread, which is not certainty."""
     return len(np.unique(np.asarray(clusters))) > 1
 
 
@@ -95,13 +95,13 @@ def paired_difference(
 
 
 def seed_counts(n: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Array:
-    """How often each of n training seeds is in a sample of n of them: [resamples, n]; 1 of one."""
+    """Draw n of n training seeds: how often each is in a sample, [resamples, n]; 1 of one."""
     rng = np.random.default_rng([seed, _STREAM])
     return rng.multinomial(n, np.full(n, 1 / n), size=resamples).astype(np.float64)
 
 
 def over_seeds(samples: Array, *, seed: int = 0) -> Array:
-    """Means over drawn seeds of samples [B, S], a column a training seed: [B]; not finite where a drawn one is not."""
+    """Average samples [B, S], a column a training seed, over drawn seeds: [B]; not finite where a drawn one is not."""
     times = seed_counts(samples.shape[1], resamples=len(samples), seed=seed)
     return np.where(times > 0, times * samples, 0.0).sum(axis=1) / samples.shape[1]
 
@@ -148,17 +148,18 @@ def estimate(
     """Combine means of several sides, paired by query and by training seed.
 
     Args:
-        sides: of each side, and of each training seed, a value and its bootstrap samples [B] over queries (as
+        sides: Of each side, and of each training seed, a value and its bootstrap samples [B] over queries (as
             :func:`mean_samples` draws them; the same seeds in the same order on every side).
-        combine: from the sides' means over seeds, numbers or drawn ones [B], to the estimated number, such as their
+        combine: From the sides' means over seeds, numbers or drawn ones [B], to the estimated number, such as their
             difference or ratio.
+        seed: Of the draw of training seeds.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         value = combine([np.float64(np.mean([v for v, _ in side])) for side in sides])
         drawn = combine([over_seeds(np.column_stack([x for _, x in side]), seed=seed) for side in sides])
     n_seeds, samples = len(sides[0]), drawn[np.isfinite(drawn)]
     if not np.isfinite(value):
-        return Estimate.missing("nothing is found on the other side: the ratio does not exist")
+        return Estimate.missing("the other side is 0: the ratio does not exist")
     if len(samples) < MIN_DEFINED * len(drawn):
         return Estimate(float(value), None, None, n_seeds, "the ratio exists in too few resamples")
     smallest = DETECTABLE * float(np.std(samples, ddof=1))

@@ -10,14 +10,14 @@ s_ij and unit vectors u = x / |x|:
     F_D = alpha**2 / nN sum_j |d_j|**(-2 gamma_d) J_j A_j J_j,  J_j = I - gamma_d u_j u_j^T,
                                                                 A_j = sum_i pi_ij (1 - pi_ij) q~_i q~_i^T
 
-gamma 0 is a raw role (J = I), gamma 1 a normalized one (J projects the vector's own direction out). J A J is written out
-in A, A u and u^T A u, so that every sum is a matrix product: O(n N D), in blocks of queries, and no D x D matrix an item.
+gamma 0 is a raw role (J = I), gamma 1 a normalized one (J projects the vector's own direction out). J A J is expanded
+in A, A u and u^T A u, so that every sum is a matrix product: O(n N D), in blocks of queries, no D x D matrix an item.
 
-**Report.** The four matrices are one role's with its norm kept ("raw", exponent 0) or divided out ("normalized", 1), the
-other role as the given exponents have it; alpha changes with an exponent so that the effective scale stays. kappa depends
-on the number of items, so that is part of the definition: n = N = 4 D matched pairs. With fewer it is "undetermined": the
-smallest eigenvalue would measure the sample (isotropic noise with D = 384, n = 300 and N = 5,183 has log10 kappa 0.48 on
-one side and 4.65 on the other). Nulls, at the same n, N, D and effective scale:
+**Report.** The four matrices are one role's with its norm kept ("raw", exponent 0) or divided out ("normalized", 1),
+the other role by its own exponent; alpha changes so that the effective scale stays. kappa depends on the number of
+items, so that is part of the definition: n = N = 4 D matched pairs. With fewer it is "undetermined": the smallest
+eigenvalue would measure the sample (isotropic noise with D = 384, n = 300, N = 5,183 has log10 kappa 0.48 and 4.65 on
+its sides). Nulls, at the same n, N, D and effective scale:
 
     unpaired            the same queries with the documents of n other pairs (needs 2 n matched pairs); permuting pairs
                         within the sample changes nothing, since the matrices sum over all queries and all documents
@@ -31,7 +31,7 @@ Which side kappa says to normalize is a hypothesis to be tested and is not decid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,16 +64,14 @@ def query_fisher(
 ) -> Tensor:
     """F_Q of raw query [n, D] and document [N, D] under ``exponents`` and scale ``alpha``: [D, D] float64.
 
-    Rows of norm 0 have no direction and are not allowed where the query's exponent is not 0.
+    Rows of norm 0 have no direction and are not allowed where the role's exponent is not 0.
     """
-    q, d = query.double(), document.double()
-    gamma, dim = float(exponents.gamma_q), q.shape[1]
+    q, d, gamma = query.double(), document.double(), float(exponents.gamma_q)
     candidates = normalize(d, float(exponents.gamma_d))
     centred = candidates - candidates.mean(0)  # changes no covariance, and its sums keep their digits
-    total = torch.zeros(dim, dim, dtype=torch.float64, device=q.device)
-    weight = torch.zeros(len(d), dtype=torch.float64, device=q.device)
-    for rows in q.split(_rows(len(d), block_bytes)):
-        pi = score(rows, d, exponents, alpha).softmax(dim=1)
+    total = q.new_zeros(q.shape[1], q.shape[1])
+    weight = q.new_zeros(len(d))
+    for rows, pi in _softmax(q, d, exponents, alpha, block_bytes):
         c = magnitude(rows).clamp_min(TINY).pow(-2 * gamma).unsqueeze(1)
         mean = pi @ centred
         weight += (c * pi).sum(0)
@@ -89,18 +87,13 @@ def query_fisher(
 def document_fisher(
     query: Tensor, document: Tensor, exponents: Exponents, alpha: float, *, block_bytes: int = BLOCK_BYTES
 ) -> Tensor:
-    """F_D of raw query [n, D] and document [N, D] under ``exponents`` and scale ``alpha``: [D, D] float64.
-
-    Rows of norm 0 have no direction and are not allowed where the document's exponent is not 0.
-    """
-    q, d = query.double(), document.double()
-    gamma, dim = float(exponents.gamma_d), q.shape[1]
+    """F_D; arguments as of :func:`query_fisher`."""
+    q, d, gamma = query.double(), document.double(), float(exponents.gamma_d)
     c = magnitude(d).clamp_min(TINY).pow(-2 * gamma).unsqueeze(1)
     u = normalize(d, 1.0)
-    total = torch.zeros(dim, dim, dtype=torch.float64, device=q.device)
+    total = q.new_zeros(q.shape[1], q.shape[1])
     along = torch.zeros_like(d)  # A_j u_j
-    for rows in q.split(_rows(len(d), block_bytes)):
-        pi = score(rows, d, exponents, alpha).softmax(dim=1)
+    for rows, pi in _softmax(q, d, exponents, alpha, block_bytes):
         entering = normalize(rows, float(exponents.gamma_q))
         variance = pi * (1 - pi)
         total += entering.T @ ((variance @ c) * entering)
@@ -111,15 +104,19 @@ def document_fisher(
     return alpha**2 / (len(q) * len(d)) * total
 
 
+def _softmax(
+    query: Tensor, document: Tensor, exponents: Exponents, alpha: float, block_bytes: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of queries [b, D] with their softmax over all documents [b, N]."""
+    for rows in query.split(max(1, block_bytes // (_BYTES_PER_SCORE * len(document)))):
+        yield rows, score(rows, document, exponents, alpha).softmax(dim=1)
+
+
 def _projection(u: Tensor, c: Tensor, along: Tensor, gamma: float) -> Tensor:
     """sum_i c_i (J_i A_i J_i - A_i), J_i = I - gamma u_i u_i^T, from along_i = A_i u_i."""
     within = (along * u).sum(1, keepdim=True)
     cross = u.T @ (c * along)
     return gamma**2 * u.T @ (c * within * u) - gamma * (cross + cross.T)
-
-
-def _rows(n_documents: int, block_bytes: int) -> int:
-    return max(1, block_bytes // (_BYTES_PER_SCORE * n_documents))
 
 
 def vanishing_trace(query: Tensor, document: Tensor, exponents: Exponents, alpha: float) -> tuple[float, float]:
@@ -171,17 +168,6 @@ def matched_pairs(query_rows: ArrayLike, documents: ArrayLike, rng: np.random.Ge
     return pairs[:, 0], pairs[:, 1]
 
 
-def four_matrices(exponents: Exponents) -> dict[str, tuple[Matrix, Exponents]]:
-    """name -> (which role's matrix, the exponents it is taken at)."""
-    gamma_q, gamma_d = exponents
-    return {
-        "query_raw": (query_fisher, Exponents(0.0, gamma_d)),
-        "query_normalized": (query_fisher, Exponents(1.0, gamma_d)),
-        "document_raw": (document_fisher, Exponents(gamma_q, 0.0)),
-        "document_normalized": (document_fisher, Exponents(gamma_q, 1.0)),
-    }
-
-
 @torch.no_grad()
 def fisher_report(
     query: Tensor,
@@ -197,26 +183,26 @@ def fisher_report(
 ) -> Json:
     """log10 kappa of the four Fisher matrices of raw query [Q, D] and document [N, D], with intervals and nulls.
 
-    pairs: (query rows [P], document rows [P]) of relevance; clusters [Q]: queries that are drawn together; exponents,
-    alpha: of the scoring. Returns {"status": "undetermined", "reason", "n_available", "n_needed", "dim"}, or
+    Args:
+        query, document: Raw [Q, D] and [N, D].
+        pairs: Query rows [P] and document rows [P] of relevance.
+        clusters: [Q] queries that are drawn together.
+        exponents, alpha: Of the scoring.
+        resamples, seed: Of the bootstrap, and of what is sampled.
+        block_bytes: Working memory beside GROUPS matrices [D, D] and the sample, about.
 
-        status            "determined"
-        n, n_available    matched pairs used, and how many exist; dim: D
-        effective_scale   alpha times the mean norm factor of the sample; equal for all four
-        epsilon           of kappa, as a fraction of the mean eigenvalue
-        NAME, each of four:
-            exponents, alpha      that the matrix is taken at
-            log10_kappa           {"value", "ci"}
-            sensitivity           {epsilon: log10 kappa}
-            effective_rank        tr(F)**2 / |F|_F**2
-            unpaired, gaussian    log10 kappa of the nulls
-        marchenko_pastur  log10 kappa
-
-    A matrix that vanishes has "log10_kappa": None with a reason, and so has "unpaired" with too few pairs (its reason
-    stands beside "marchenko_pastur"). In memory: GROUPS D x D matrices beside the sample and the block.
-
-    "ci" covers the draw of the queries, the documents held: the value plus and minus 1.96 standard deviations of the
-    bootstrap. Its percentiles would not do: a resample has fewer distinct queries, which by itself raises kappa.
+    Returns:
+        {"status": "undetermined", "reason", "n_available", "n_needed", "dim"}, or
+            status            "determined"
+            n, n_available    matched pairs used, and how many exist; dim: D
+            effective_scale   alpha times the mean norm factor of the sample; equal for all four
+            epsilon           of kappa, as a fraction of the mean eigenvalue
+            NAME, each of four: the exponents and alpha that the matrix is taken at; log10_kappa {"value", "ci"};
+                sensitivity {epsilon: log10 kappa}; effective_rank tr(F)**2 / |F|_F**2; the nulls unpaired, gaussian
+            marchenko_pastur  log10 kappa
+        What does not exist is None with a reason. "ci" covers the draw of the queries, the documents held: the value
+        plus and minus 1.96 standard deviations of the bootstrap. Its percentiles would not do: a resample has fewer
+        distinct queries, which by itself raises kappa.
     """
     rng = np.random.default_rng(seed)
     rows, documents = matched_pairs(*pairs, rng)
@@ -236,50 +222,49 @@ def fisher_report(
     groups = _groups(np.asarray(clusters)[rows[:n]], rng)
     report: Json = {"status": "determined", "n": n, **size, "effective_scale": scale, "epsilon": EPSILON}
     report["bootstrap"] = {"resamples": resamples, "groups": len(groups), "seed": seed}
-    for name, (matrix, at) in four_matrices(exponents).items():
+    gamma_q, gamma_d = exponents
+    four: dict[str, tuple[Matrix, Exponents]] = {
+        "query_raw": (query_fisher, Exponents(0.0, gamma_d)),
+        "query_normalized": (query_fisher, Exponents(1.0, gamma_d)),
+        "document_raw": (document_fisher, Exponents(gamma_q, 0.0)),
+        "document_normalized": (document_fisher, Exponents(gamma_q, 1.0)),
+    }
+    for name, (matrix, at) in four.items():
         here = _alpha(q, d, at, scale)
         # A Fisher matrix is a mean over queries: that of all is the groups', weighted by their sizes.
         parts = q.new_empty(len(groups), dim, dim)
         for part, own in zip(parts, groups, strict=True):
             part.copy_(len(own) * matrix(q[own], d, at, here, block_bytes=block_bytes))
-        f = parts.sum(0) / n
-        section: Json = {"exponents": {"gamma_q": float(at.gamma_q), "gamma_d": float(at.gamma_d)}, "alpha": here}
-        report[name] = section
-        if _vanished(f, matrix, q, d, at, here):
-            section["log10_kappa"] = None
-            section["log10_kappa_reason"] = "only rounding is left: the softmax is saturated or vectors are equal"
+        eigenvalues = _spectrum(parts.sum(0) / n, matrix, q, d, at, here)
+        report[name] = {"exponents": {"gamma_q": float(at.gamma_q), "gamma_d": float(at.gamma_d)}, "alpha": here}
+        if eigenvalues is None:
+            reason = "only rounding is left: the softmax is saturated or vectors are equal"
+            report[name] |= {"log10_kappa": None, "log10_kappa_reason": reason}
             continue
-        eigenvalues = torch.linalg.eigvalsh(f)
         value = log10_kappa(eigenvalues)
-        section |= {
+        report[name] |= {
             "log10_kappa": {"value": value, "ci": _interval(value, parts, groups, resamples, seed)},
             "sensitivity": {f"{e:g}": log10_kappa(eigenvalues, e) for e in SENSITIVITY},
             "effective_rank": participation_ratio(eigenvalues),
-            "unpaired": _mean_kappa(unpaired, matrix, at, scale, block_bytes),
-            "gaussian": _mean_kappa(gaussians, matrix, at, scale, block_bytes),
         }
+        for null, samples in {"unpaired": unpaired, "gaussian": gaussians}.items():
+            kappas: list[float] = []
+            for x, y in samples:
+                other = _alpha(x, y, at, scale)
+                spectrum = _spectrum(matrix(x, y, at, other, block_bytes=block_bytes), matrix, x, y, at, other)
+                kappas += [] if spectrum is None else [log10_kappa(spectrum)]
+            report[name][null] = float(np.mean(kappas)) if kappas and len(kappas) == len(samples) else None
     if not unpaired:
         report["unpaired_reason"] = f"{len(rows)} matched pairs: {2 * n} are needed"
     return report | {"marchenko_pastur": marchenko_pastur(dim, n)}
 
 
-def _mean_kappa(
-    samples: list[tuple[Tensor, Tensor]], matrix: Matrix, at: Exponents, scale: float, block_bytes: int
-) -> float | None:
-    """Mean log10 kappa over (query, document) samples; None without a sample, or where a matrix vanishes."""
-    values = []
-    for q, d in samples:
-        alpha = _alpha(q, d, at, scale)
-        f = matrix(q, d, at, alpha, block_bytes=block_bytes)
-        if _vanished(f, matrix, q, d, at, alpha):
-            return None
-        values.append(log10_kappa(torch.linalg.eigvalsh(f)))
-    return float(np.mean(values)) if values else None
-
-
-def _vanished(f: Tensor, matrix: Matrix, query: Tensor, document: Tensor, at: Exponents, alpha: float) -> bool:
-    bounds = vanishing_trace(query, document, at, alpha)
-    return float(f.trace()) <= bounds[0 if matrix is query_fisher else 1]
+def _spectrum(
+    f: Tensor, matrix: Matrix, query: Tensor, document: Tensor, exponents: Exponents, alpha: float
+) -> Tensor | None:
+    """Eigenvalues [D] of a Fisher matrix; None where it vanishes."""
+    bounds = vanishing_trace(query, document, exponents, alpha)
+    return None if float(f.trace()) <= bounds[matrix is document_fisher] else torch.linalg.eigvalsh(f)
 
 
 def _alpha(query: Tensor, document: Tensor, exponents: Exponents, scale: float) -> float:

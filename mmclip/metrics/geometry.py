@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.stats import skew
 from torch import Tensor
 
-from mmclip.metrics.magnitude import Effect, Json
+from mmclip.metrics.magnitude import Effect
 from mmclip.retrieval import BLOCK_BYTES
 from mmclip.similarity import Exponents, magnitude, normalize, score
 
@@ -140,15 +140,3 @@ def row_entropy(
         log_p = score(block, document, exponents, alpha).double().log_softmax(dim=1)
         parts.append(-(log_p.exp() * log_p).sum(1))
     return torch.cat(parts).cpu().numpy()
-
-
-def entropy_summary(entropies: ArrayLike, n_documents: int, alpha: float) -> Json:
-    """{"mean", "std", "uniform", "alpha", "n_queries"} of :func:`row_entropy`; "uniform" is log N, the greatest."""
-    h = np.asarray(entropies, dtype=np.float64)
-    return {
-        "mean": float(h.mean()),
-        "std": float(h.std(ddof=1)) if len(h) > 1 else None,
-        "uniform": float(np.log(n_documents)),
-        "alpha": alpha,
-        "n_queries": len(h),
-    }

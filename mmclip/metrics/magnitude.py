@@ -1,7 +1,7 @@
 """Whether the norms of embeddings separate relevant documents from irrelevant ones, and what else norms follow.
 
 Cohen's d = (mean of relevant - mean of irrelevant) / pooled standard deviation, with sample variances (Feng & Watanabe
-2026, eq. 8), of the *documents'* norms. AUC = P(norm of a relevant document > norm of an irrelevant one) + P(equal) / 2,
+2026, eq. 8), of the *documents'* norms. AUC = P(norm of a relevant document > norm of an irrelevant one) + P(equal)/2,
 the Mann-Whitney form: 0.5 where norms carry nothing, 1 where every relevant document has the larger norm; unlike d it
 does not change under a monotone rescaling. Both depend on the reference set, so each value is named by one:
 
@@ -17,7 +17,7 @@ AUC the weighted counts of relevant and irrelevant documents at each distinct no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from mmclip.retrieval import Ranking
 TOP_K = 10
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FLAT_CV = 1e-6  # below this spread, norms are one number and its rounding
-ALL_RELEVANT = "every candidate is relevant to some query"
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -96,18 +95,14 @@ def effects(
         too few resamples, and where all queries are one cluster: no spread is not certainty.
     """
     total = moments.sum(axis=0)
-    value = d_from_moments(total, level)
+    values = d_from_moments(total, level)
     sums = cluster_sums(moments.reshape(len(moments), -1), clusters, resamples=resamples, seed=seed)
     samples = d_from_moments(sums.reshape(resamples, *total.shape), level)
-    found: list[Effect] = []
-    for g, what in enumerate(whats):
-        n_relevant, n_irrelevant = int(total[g, 0]), int(total[g, 3])
-        reason = _empty_group(n_relevant, n_irrelevant, what)
-        if not np.isfinite(value[g]):
-            found.append((None, reason or f"norms do not vary within the groups among {what}"))
-        else:
-            found.append((_value(value[g], samples[:, g], several(clusters), n_relevant, n_irrelevant), None))
-    return found
+    spread = several(clusters)
+    return [
+        _effect(value, drawn if spread else None, int(row[0]), int(row[3]), what)
+        for value, drawn, row, what in zip(values, samples.T, total, whats, strict=True)
+    ]
 
 
 def effect(moments: Array, level: float, clusters: ArrayLike, *, what: str, resamples: int, seed: int) -> Effect:
@@ -115,35 +110,25 @@ def effect(moments: Array, level: float, clusters: ArrayLike, *, what: str, resa
     return effects(moments[:, None, :], level, clusters, whats=[what], resamples=resamples, seed=seed)[0]
 
 
-def _value(value: float, samples: Array, spread: bool, n_relevant: int, n_irrelevant: int) -> Json:
-    ci = finite_interval(samples) if spread else None
+def _effect(value: float, samples: Array | None, n_relevant: int, n_irrelevant: int, what: str) -> Effect:
+    """A value with the interval of its bootstrap samples, or the reason why it does not exist among ``what``."""
+    if not (n_relevant and n_irrelevant):
+        return None, f"no {'irrelevant' if n_relevant else 'relevant'} document among {what}"
+    if not np.isfinite(value):
+        return None, f"norms do not vary within the groups among {what}"
+    ci = None if samples is None else finite_interval(samples)
     bounds = None if ci is None else list(ci)
-    return {"value": float(value), "ci": bounds, "n_relevant": n_relevant, "n_irrelevant": n_irrelevant}
+    return {"value": float(value), "ci": bounds, "n_relevant": n_relevant, "n_irrelevant": n_irrelevant}, None
 
 
-def _empty_group(n_relevant: int, n_irrelevant: int, what: str) -> str | None:
-    """The reason where one of the two groups among ``what`` is empty."""
-    if n_relevant and n_irrelevant:
-        return None
-    return f"no {'irrelevant' if n_relevant else 'relevant'} document among {what}"
-
-
-def _balanced(documents: Array, n: int) -> str | None:
-    """The reason where all n documents are relevant equally often: relevant and irrelevant norms are the same list."""
-    times = np.bincount(documents, minlength=n)
-    if (times == times[0]).all():
-        return f"degenerate: every candidate is relevant to {times[0]} quer{'y' if times[0] == 1 else 'ies'}"
-    return None
-
-
-def _relevant_to_any(cosine: Ranking, n: int) -> Array:
-    relevant = np.zeros(n, dtype=bool)
-    relevant[cosine.documents] = True
-    return relevant
-
-
-def _best(cosine: Ranking) -> str:
-    return f"the queries' {cosine.top_ids.shape[1]} best by cosine"
+def _reference_sets(cosine: Ranking, n: int) -> tuple[Array, str, str | None, str | None]:
+    """(which of n documents are relevant to some query, the name of topk, why there is no corpus, why no pairs)."""
+    times = np.bincount(cosine.documents, minlength=n)
+    corpus = "every candidate is relevant to some query" if times.all() else None
+    pairs = None
+    if (times == times[0]).all():  # relevant and irrelevant norms are the same list
+        pairs = f"degenerate: every candidate is relevant to {times[0]} quer{'y' if times[0] == 1 else 'ies'}"
+    return times > 0, f"the queries' {cosine.top_ids.shape[1]} best by cosine", corpus, pairs
 
 
 def cohens_d(
@@ -153,28 +138,28 @@ def cohens_d(
 
     Args:
         norms: [N].
-        cosine: the ranking by cosine, which lists the k best.
+        cosine: The ranking by cosine, which lists the k best.
         clusters: [Q] of its queries, for topk and pairs.
         document_clusters: [N], for corpus. Its interval draws documents: drawing queries would call a relevant document
             irrelevant whenever its queries were not drawn.
+        resamples, seed: Of the bootstrap.
     """
     x, level = centred(norms)
     how: Any = {"resamples": resamples, "seed": seed}
+    relevant, best, no_corpus, no_pairs = _reference_sets(cosine, len(x))
     topk = split_moments(x[cosine.top_ids], cosine.top_relevant)
-    found = {"topk": effect(topk, level, clusters, what=_best(cosine), **how)}
-    relevant = _relevant_to_any(cosine, len(x))
-    if relevant.all():
-        found["corpus"] = None, ALL_RELEVANT
-    else:
+    result: dict[str, Effect] = {"topk": effect(topk, level, clusters, what=best, **how)}
+    result |= {"corpus": (None, no_corpus), "pairs": (None, no_pairs)}
+    if no_corpus is None:
         corpus = split_moments(x[:, None], relevant[:, None])
-        found["corpus"] = effect(corpus, level, document_clusters, what="the candidates", **how)
-    if reason := _balanced(cosine.documents, len(x)):
-        return found | {"pairs": (None, reason)}
-    own = x[cosine.documents]
-    sums = [np.add.reduceat(v, cosine.offsets[:-1]) for v in (np.ones_like(own), own, own**2)]
-    mine, every = np.stack(sums, axis=1), np.array([len(x), x.sum(), (x**2).sum()])
-    pairs = np.concatenate([mine, every - mine], axis=1)
-    return found | {"pairs": effect(pairs, level, clusters, what="all pairs", **how)}
+        result["corpus"] = effect(corpus, level, document_clusters, what="the candidates", **how)
+    if no_pairs is None:
+        own = x[cosine.documents]
+        sums = [np.add.reduceat(v, cosine.offsets[:-1]) for v in (np.ones_like(own), own, own**2)]
+        mine, every = np.stack(sums, axis=1), np.array([len(x), x.sum(), (x**2).sum()])
+        pairs = np.concatenate([mine, every - mine], axis=1)
+        result["pairs"] = effect(pairs, level, clusters, what="all pairs", **how)
+    return result
 
 
 def auc(relevant: ArrayLike, irrelevant: ArrayLike) -> float:
@@ -197,61 +182,47 @@ def magnitude_auc(
     if np.ptp(x) <= FLAT_CV * abs(x.mean()):
         return dict.fromkeys(("topk", "corpus", "pairs"), (None, "norms do not vary"))
     place = np.unique(x, return_inverse=True)[1]  # of the documents among the distinct norms
-    size = int(place.max()) + 1
-    how: Any = {"resamples": resamples, "seed": seed}
+    every = np.bincount(place)
 
-    def of_items(place: Array, relevant: Array, clusters: ArrayLike, what: str) -> Effect:
-        slot = np.where(relevant, place, size + place)
-        names, member = np.unique(np.asarray(clusters), return_inverse=True)
+    def on(rows: Array, relevant: Array, clusters: Array, what: str, queries: Array | None = None) -> Effect:
+        """Of document ``rows`` [K] with their clusters; the complement of all for ``queries`` (their clusters)."""
+        names, member = np.unique(clusters, return_inverse=True)
+        slot = np.where(relevant, place[rows], len(every) + place[rows])
+        asking = None if queries is None else np.searchsorted(names, queries)
 
-        def split(times: Array) -> tuple[Array, Array]:
-            counts = np.bincount(slot, weights=times[member], minlength=2 * size)
-            return counts[:size], counts[size:]
+        def counts(times: Array) -> Array:
+            """[2, U] relevant and irrelevant at each norm, where clusters are drawn ``times``."""
+            split = np.bincount(slot, weights=times[member], minlength=2 * len(every)).reshape(2, -1)
+            if asking is not None:
+                split[1] = times[asking].sum() * every - split[0]
+            return split
 
-        return _auc_effect(split, len(names), what, **how)
+        whole = counts(np.ones(len(names)))
+        n_relevant, n_irrelevant = (int(n) for n in whole.sum(axis=1))
+        samples = None
+        if len(names) > 1 and n_relevant and n_irrelevant:
+            chunks = cluster_counts(len(names), resamples=resamples, seed=seed)
+            samples = np.array([auc(*counts(times)) for chunk in chunks for times in chunk])
+        return _effect(auc(*whole), samples, n_relevant, n_irrelevant, what)
 
-    def of_pairs() -> Effect:
-        every, own = np.bincount(place, minlength=size), place[cosine.documents]
-        names, member = np.unique(np.asarray(clusters), return_inverse=True)
-        pair_member = np.repeat(member, np.diff(cosine.offsets))
-
-        def split(times: Array) -> tuple[Array, Array]:  # irrelevant to a query: all documents less its own
-            counts = np.bincount(own, weights=times[pair_member], minlength=size)
-            return counts, times[member].sum() * every - counts
-
-        return _auc_effect(split, len(names), "all pairs", **how)
-
-    top, k = cosine.top_ids.ravel(), cosine.top_ids.shape[1]
-    relevant, reason = _relevant_to_any(cosine, len(x)), _balanced(cosine.documents, len(x))
-    return {
-        "topk": of_items(place[top], cosine.top_relevant.ravel(), np.repeat(np.asarray(clusters), k), _best(cosine)),
-        "corpus": (None, ALL_RELEVANT)
-        if relevant.all()
-        else of_items(place, relevant, document_clusters, "the candidates"),
-        "pairs": (None, reason) if reason else of_pairs(),
-    }
-
-
-def _auc_effect(
-    split: Callable[[Array], tuple[Array, Array]], n_clusters: int, what: str, resamples: int, seed: int
-) -> Effect:
-    """split: times that each cluster is drawn [C] -> (relevant [U], irrelevant [U]) counts at ascending norms."""
-    relevant, irrelevant = split(np.ones(n_clusters))
-    n_relevant, n_irrelevant = int(relevant.sum()), int(irrelevant.sum())
-    if reason := _empty_group(n_relevant, n_irrelevant, what):
-        return None, reason
-    chunks = cluster_counts(n_clusters, resamples=resamples, seed=seed)
-    samples = np.array([auc(*split(times)) for chunk in chunks for times in chunk])
-    return _value(auc(relevant, irrelevant), samples, n_clusters > 1, n_relevant, n_irrelevant), None
+    relevant, best, no_corpus, no_pairs = _reference_sets(cosine, len(x))
+    owners, every_row = np.asarray(clusters), np.arange(len(x))
+    listed = np.repeat(owners, cosine.top_ids.shape[1])
+    result = {"topk": on(cosine.top_ids.ravel(), cosine.top_relevant.ravel(), listed, best)}
+    result |= {"corpus": (None, no_corpus), "pairs": (None, no_pairs)}
+    if no_corpus is None:
+        result["corpus"] = on(every_row, relevant, np.asarray(document_clusters), "the candidates")
+    if no_pairs is None:
+        pairs = cosine.documents, np.ones(len(cosine.documents), dtype=bool), np.repeat(owners, np.diff(cosine.offsets))
+        result["pairs"] = on(*pairs, "all pairs", queries=owners)
+    return result
 
 
 def with_reasons(effects: Mapping[str, tuple[Any, str | None]]) -> Json:
     """{name: value}; where the value is None, {name: None, name_reason: why}."""
     section: Json = {}
     for name, (value, reason) in effects.items():
-        section[name] = value
-        if reason is not None:
-            section[f"{name}_reason"] = reason
+        section |= {name: value} if reason is None else {name: value, f"{name}_reason": reason}
     return section
 
 
@@ -282,50 +253,47 @@ def number_bins(values: ArrayLike, at_most: int = 5) -> tuple[Array, list[str]]:
     distinct = starts = np.unique(known)
     if len(distinct) > at_most:
         starts = np.unique(np.quantile(known, np.arange(at_most) / at_most, method="higher").astype(np.int64))
-    names = []
-    for i, lo in enumerate(starts):
-        hi = starts[i + 1] - 1 if i + 1 < len(starts) else distinct[-1]
-        hi = distinct[distinct <= hi][-1]
-        names.append(str(lo) if lo == hi else f"{lo}-{hi}")
+    ends = [int(distinct[distinct < following][-1]) for following in starts[1:]] + distinct[-1:].tolist()
+    names = [str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in zip(starts, ends, strict=True)]
     return np.where(v >= 0, np.searchsorted(starts, v, side="right") - 1, -1), names
 
 
-def by_document_group(
-    norms: ArrayLike, group: Array, names: list[str], cosine: Ranking, clusters: ArrayLike, **how: Any
+def by_group(
+    norms: ArrayLike,
+    group: Array,
+    names: list[str],
+    cosine: Ranking,
+    clusters: ArrayLike,
+    *,
+    of_queries: bool = False,
+    **how: Any,
 ) -> list[Json]:
-    """{"group", "n", "mean", "topk"} of each group: count and mean norm of its documents, d(topk) among them only.
+    """{"group", "n", "mean", "topk"} of each group: its size, the mean norm, and d(topk) within it.
 
-    group [N] numbers ``names``, -1 for none; how: resamples and seed.
+    Args:
+        norms: [N] of the documents.
+        group: Numbers of ``names``, -1 for none: [N] of documents, or with ``of_queries`` [Q] of queries, whose "mean"
+            is that of their relevant documents among the k best.
+        names: Names of the groups.
+        cosine: The ranking by cosine, which lists the k best.
+        clusters: [Q] of its queries.
+        of_queries: Whether queries are grouped.
+        how: resamples and seed.
     """
-    raw = np.asarray(norms, dtype=np.float64)
-    x, level = centred(raw)
-    of = [split_moments(x[cosine.top_ids], cosine.top_relevant, group[cosine.top_ids] == g) for g in range(len(names))]
-    return _rows(of, level, [raw[group == g] for g in range(len(names))], names, clusters, how)
-
-
-def by_query_group(
-    norms: ArrayLike, group: Array, names: list[str], cosine: Ranking, clusters: ArrayLike, **how: Any
-) -> list[Json]:
-    """:func:`by_document_group` for groups of queries, group [Q]: "n" counts queries, "mean" is of their relevant
-    documents among the k best."""
-    raw = np.asarray(norms, dtype=np.float64)
-    x, level = centred(raw)
-    moments = split_moments(x[cosine.top_ids], cosine.top_relevant)
-    inside = [group == g for g in range(len(names))]
-    hits = [raw[cosine.top_ids[own]][cosine.top_relevant[own]] for own in inside]
-    rows = _rows([moments * own[:, None] for own in inside], level, hits, names, clusters, how)
-    return [row | {"n": int(own.sum())} for row, own in zip(rows, inside, strict=True)]
-
-
-def _rows(
-    moments: list[Array], level: float, members: list[Array], names: list[str], clusters: ArrayLike, how: Json
-) -> list[Json]:
     if not names:
         return []
+    raw = np.asarray(norms, dtype=np.float64)
+    x, level = centred(raw)
+    top, relevant = cosine.top_ids, cosine.top_relevant
+    inside = [group == g for g in range(len(names))]
+    counted = [own[:, None] if of_queries else own[top] for own in inside]
+    moments = np.stack([split_moments(x[top], relevant, c) for c in counted], axis=1)
     whats = [f"the {TOP_K} best of group {name}" for name in names]
-    found = effects(np.stack(moments, axis=1), level, clusters, whats=whats, **how)
-    means = [float(x.mean()) if len(x) else None for x in members]
-    return [
-        {"group": name, "n": len(x), "mean": mean, **with_reasons({"topk": topk})}
-        for name, x, mean, topk in zip(names, members, means, found, strict=True)
-    ]
+    rows: list[Json] = []
+    for name, own, c, topk in zip(
+        names, inside, counted, effects(moments, level, clusters, whats=whats, **how), strict=True
+    ):
+        members = raw[top][relevant & c] if of_queries else raw[own]
+        mean = float(members.mean()) if len(members) else None
+        rows.append({"group": name, "n": int(own.sum()), "mean": mean, **with_reasons({"topk": topk})})
+    return rows

@@ -1,9 +1,7 @@
 """Exact ranks of relevant documents and the best k documents of every query, from tiles of one matrix product.
 
-Everything is in roles: a query ranks documents. With 2 captions an image, texts 0 and 1 describe image 0, texts 2 and 3
-image 1; as (query row, document row) the relevant pairs are
-
-    i2t: (0, 0) (0, 1) (1, 2) (1, 3)        t2i: (0, 0) (1, 0) (2, 1) (3, 1)
+Everything is in roles: a query ranks documents. Where texts 0 and 1 describe image 0, and text 2 image 1, the relevant
+(query row, document row) pairs are i2t (0, 0) (0, 1) (1, 2) and t2i (0, 0) (1, 0) (2, 1).
 
 **Order.** By score, best first. A tie is an equal float32 score and counts against the model: among equals irrelevant
 documents stand first, then less relevant ones, then smaller document rows. For one query gamma_q only rescales all
@@ -97,19 +95,18 @@ def rank(
     """Rank the documents of every query that has a relevant one, under each scoring.
 
     Args:
-        query: [Q, D] raw embeddings, of any real floating type.
-        document: [N, D] raw embeddings on the same device.
-        qrels: graded relevance, or [P, 2] pairs of (query row, document row) that are equally relevant.
+        query, document: Raw [Q, D] and [N, D] of any real floating type, on one device.
+        qrels: Graded relevance, or [P, 2] pairs of (query row, document row) that are equally relevant.
         scorings: name -> exponents.
         top_k: name -> how many of the best documents to list, at most N; none by default.
         excluded: [X, 2] (query row, document row) of documents that are no candidates of a query: neither listed nor
             counted in its ranks. No list is then longer than the candidates that every query has left.
-        block_bytes: working memory beside the embeddings and the result, about.
-        progress: called with (scores done, scores in all) after each tile.
+        block_bytes: Working memory beside the embeddings and the result, about.
+        progress: Called with (scores done, scores in all) after each tile.
 
     Raises:
-        UserError: embeddings that are not finite or differ in D, rows that do not exist, or a relevant document that
-            is excluded.
+        UserError: Embeddings that are not finite or differ in D, rows that do not exist, or an excluded relevant
+            document.
 
     >>> from mmclip.similarity import Normalization
     >>> q, d = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [4.0, 3.0]])
@@ -130,10 +127,9 @@ def rank_both(
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Ranking], dict[str, Ranking]]:
-    """:func:`rank` in this direction and in the opposite one, from one matrix product.
+    """:func:`rank` in this direction and, with ``qrels`` transposed, in the opposite one, from one matrix product.
 
-    The results are those of ``rank(query, document, qrels, ...)`` and ``rank(document, query, qrels.transposed(),
-    ...)``: exponents belong to roles, so under qnorm the first divides by |query|, the second by |document|.
+    Exponents belong to roles, so under qnorm the first divides by |query|, the second by |document|.
     """
     first, second = _rank(query, document, qrels, scorings, top_k, None, block_bytes, progress, both=True)
     return first, second
@@ -183,12 +179,39 @@ def _rank(
     for judged, asking, answering in ((qrels, rows, columns), (qrels.transposed(), columns, rows))[: 1 + both]:
         pairs = asking.places(judged.pairs[:, 0]), answering.places(judged.documents)
         known = *pairs, _cosines(asking, answering, *pairs)
-        every.append({g: _Scoring(judged, (asking, answering), known, g, k) for g, k in lists.items()})
-    at = rows.places(hidden[:, 0]), columns.places(hidden[:, 1])
+        every.append({g: _Scoring(judged, asking, answering, known, g, k) for g, k in lists.items()})
+    n, m, a, b = len(rows), len(columns), _PER_SCORE, _PER_VALUE * query.shape[1]
+    height = min(n, max(1, int((sqrt(b * b + a * block_bytes) - b) / a)))  # a square, where the rows suffice
+    width = min(m, 2**24, max(1, int((block_bytes - b * height) / (a * height + b))))  # float32 counts no further
+    row, column = rows.places(hidden[:, 0]), columns.places(hidden[:, 1])
+    tile_of, order = (row // height * -(-m // width) + column // width).sort()
+    row, column = row[order] % height, column[order] % width
+    # Whole groups in both directions, filled up with -inf. Rows lie an odd number of cache lines apart: other distances
+    # slow products and sums, by up to half.
+    shape = _GROUP * -(-height // _GROUP), _GROUP * (-(-width // _GROUP) | 1)
+    room, *spare = (torch.full(shape, -inf, device=row.device) for _ in range(3))
     with _full_float32():
-        _multiply(rows, columns, at, [list(scorings.values()) for scorings in every], block_bytes, progress)
-    found = [{gamma: scoring.ranking() for gamma, scoring in scorings.items()} for scorings in every]
-    return [{name: rankings[gamma] for name, gamma in gamma_d.items()} for rankings in found]
+        for t, (i, j) in enumerate((i, j) for i in range(0, n, height) for j in range(0, m, width)):
+            spans = slice(i, min(i + height, n)), slice(j, min(j + width, m))
+            h, w = (span.stop - span.start for span in spans)
+            if j == 0:
+                unit = rows.unit(spans[0])
+            if (h, w) != (height, width):
+                room.fill_(-inf)
+            torch.mm(unit, columns.unit(spans[1]).T, out=room[:h, :w])
+            at = slice(*torch.searchsorted(tile_of, torch.tensor([t, t + 1], device=row.device)).tolist())
+            room[row[at], column[at]] = -inf
+            exact = cache(partial(_exact_cosines, rows, columns, *spans, (row[at], column[at])))
+            turned: Callable[[], Tensor] = lambda: exact().T  # noqa: B023, E731 - called before the next tile
+            for d, scorings_of in enumerate(every):
+                peaks = room.unflatten(1 - d, (_GROUP, -1)).amax(1 - d)  # groups interleave
+                views = [x.T if d else x for x in (room, peaks, *spare)]
+                for scoring in scorings_of.values():
+                    scoring.take(views, turned if d else exact, *spans[:: -1 if d else 1])
+            if progress is not None:
+                progress(i * m + h * spans[1].stop, n * m)
+    rankings = [{gamma: scoring.ranking() for gamma, scoring in scorings_of.items()} for scorings_of in every]
+    return [{name: by_gamma[gamma] for name, gamma in gamma_d.items()} for by_gamma in rankings]
 
 
 def _hidden(qrels: Qrels, excluded: Array | None, n_queries: int, n_documents: int) -> tuple[Array, int]:
@@ -202,45 +225,6 @@ def _hidden(qrels: Qrels, excluded: Array | None, n_queries: int, n_documents: i
     if both.any():
         raise UserError("document row {1} is relevant to query row {0} and excluded for it".format(*pairs[both][0]))
     return np.concatenate([qrels.pairs, pairs]), int(np.bincount(pairs[:, 0], minlength=1).max())
-
-
-def _multiply(
-    rows: _Side,
-    columns: _Side,
-    hidden: tuple[Tensor, Tensor],
-    every: list[list[_Scoring]],
-    block_bytes: int,
-    progress: Progress | None,
-) -> None:
-    """Multiply rows with columns, tile by tile, and let the scorings of each direction count documents."""
-    n, m, a, b = len(rows), len(columns), _PER_SCORE, _PER_VALUE * rows.x.shape[1]
-    height = min(n, max(1, int((sqrt(b * b + a * block_bytes) - b) / a)))  # a square, where the rows suffice
-    width = min(m, 2**24, max(1, int((block_bytes - b * height) / (a * height + b))))  # float32 counts no further
-    tile_of, order = (hidden[0] // height * -(-m // width) + hidden[1] // width).sort()
-    row, column = hidden[0][order] % height, hidden[1][order] % width
-    # Whole groups in both directions, filled up with -inf. Rows lie an odd number of cache lines apart: other distances
-    # slow products and sums, by up to half.
-    shape = _GROUP * -(-height // _GROUP), _GROUP * (-(-width // _GROUP) | 1)
-    room, *spare = (torch.full(shape, -inf, device=row.device) for _ in range(3))
-    for t, (i, j) in enumerate((i, j) for i in range(0, n, height) for j in range(0, m, width)):
-        spans = slice(i, min(i + height, n)), slice(j, min(j + width, m))
-        h, w = (span.stop - span.start for span in spans)
-        if j == 0:
-            unit = rows.unit(spans[0])
-        if (h, w) != (height, width):
-            room.fill_(-inf)
-        torch.mm(unit, columns.unit(spans[1]).T, out=room[:h, :w])
-        at = slice(*torch.searchsorted(tile_of, torch.tensor([t, t + 1], device=row.device)).tolist())
-        room[row[at], column[at]] = -inf
-        exact = cache(partial(_exact_cosines, rows, columns, *spans, (row[at], column[at])))
-        turned: Callable[[], Tensor] = lambda: exact().T  # noqa: B023, E731 - called before the next tile
-        for d, scorings in enumerate(every):
-            peaks = room.unflatten(1 - d, (_GROUP, -1)).amax(1 - d)  # groups interleave
-            views = [x.T if d else x for x in (room, peaks, *spare)]
-            for scoring in scorings:
-                scoring.take(views, turned if d else exact, *spans[:: -1 if d else 1])
-        if progress is not None:
-            progress(i * m + h * spans[1].stop, n * m)
 
 
 def _exact_cosines(rows: _Side, columns: _Side, here: slice, there: slice, hidden: tuple[Tensor, Tensor]) -> Tensor:
@@ -318,11 +302,11 @@ class _Scoring:
     """
 
     def __init__(
-        self, qrels: Qrels, sides: tuple[_Side, _Side], pairs: tuple[Tensor, ...], gamma_d: float, k: int
+        self, qrels: Qrels, asking: _Side, answering: _Side, pairs: tuple[Tensor, ...], gamma_d: float, k: int
     ) -> None:
         """pairs: query and document [P] of the relevant pairs by position, and their exact cosines."""
-        self.qrels, (asking, answering), (asker, answer, cosine) = qrels, sides, pairs
-        self.asking, self.answering, self.k = asking, answering, min(k, len(answering))
+        asker, answer, cosine = pairs
+        self.qrels, self.asking, self.answering, self.k = qrels, asking, answering, min(k, len(answering))
         self.error = (asking.x.shape[1] + 16) * 2.0**-24  # D roundings; unit rows, weights and thresholds: 16
         self.weight, self.power = answering.weight(gamma_d)
         self.weight32 = self.weight.float()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmclip.errors import UserError
-from mmclip.evaluation.comparison import ONE_CLUSTER, pooled_verdict, same_data
+from mmclip.evaluation.comparison import ONE_CLUSTER, same_data, verdict
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
 from mmclip.metrics.bootstrap import (
@@ -232,7 +232,7 @@ class Study:
     # --- verdicts
 
     def verdict(self, arm: Arm, direction: str, data: str = "") -> Json:
-        """comparison.pooled_verdict over common seeds, with "control", "baseline" and "n_seeds"; or a "reason"."""
+        """comparison.verdict over common seeds, with "control", "baseline" and "n_seeds"; or a "reason"."""
         key = (arm.name, direction, data)
         if key not in self._verdicts:
             self._verdicts[key] = self._verdict(arm, direction, data, self.control(arm), self.baseline(arm))
@@ -250,7 +250,7 @@ class Study:
             return {**report, "reason": f"no seed that all have: {', '.join(a.name for a in arms)}"}
         mine, controls, *baselines = ([a.results(data)[s] for s in seeds] for a in arms)
         try:
-            found = pooled_verdict(
+            found = verdict(
                 *(mine, controls, baselines[0] if baselines else None, MAIN_POOL, Direction(direction)),
                 metric=self.kind.metrics[0],
                 **self._options(data),

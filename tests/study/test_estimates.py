@@ -9,7 +9,7 @@ import pytest
 
 from mmclip import metrics
 from mmclip.errors import UserError
-from mmclip.evaluation.comparison import pooled_verdict, verdict
+from mmclip.evaluation.comparison import verdict
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE
 from mmclip.metrics.bootstrap import seed_counts
@@ -116,7 +116,7 @@ def test_what_does_not_exist_has_a_reason(study, arms):
 def test_the_verdict_of_one_seed_is_comparisons(arms, name):
     run, control, baseline = (arms[a].results()[1] for a in (name, "control", "baseline"))
     one = verdict(run, control, baseline, resamples=B)
-    assert pooled_verdict([run], [control], [baseline], MAIN_POOL, Direction.T2I, resamples=B) == one
+    assert verdict([run], [control], [baseline], MAIN_POOL, Direction.T2I, resamples=B) == one
     only = [dataclasses.replace(arms[a], runs={"": {1: arms[a].results()[1]}}) for a in (name, "control", "baseline")]
     found = Study(only, resamples=B).verdict(only[0], "t2i")
     assert {key: found[key] for key in one} == one
@@ -135,9 +135,9 @@ def test_a_pooled_verdict_is_of_the_seeds_means(study, arms):
 def test_pooled_runs_must_be_each_others_seeds_controls_and_data(arms):
     runs, controls = ([arms[a].results()[s] for s in order] for a, order in (("better", (0, 1)), ("control", (1, 0))))
     with pytest.raises(UserError, match="a control has the run's seed"):
-        pooled_verdict(runs, controls, None, MAIN_POOL, Direction.T2I)
+        verdict(runs, controls, None, MAIN_POOL, Direction.T2I)
     with pytest.raises(UserError, match="a control has the run's loss"):
-        pooled_verdict(runs, [arms["worse"].results()[1]] * 2, None, MAIN_POOL, Direction.T2I)
+        verdict(runs, [arms["worse"].results()[1]] * 2, None, MAIN_POOL, Direction.T2I)
 
 
 def test_a_weight_of_one_is_one_direction_whatever_the_loss_is_called(arms):
