@@ -22,24 +22,21 @@ SCORINGS = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {"native": Exp
 FIELDS = ("queries", "documents", "gains", "ranks", "tied", "top_ids", "top_relevant", "top_scores")
 
 
-def oracle_score(q: np.ndarray, d: np.ndarray, name: str) -> float:
-    """One score in float64 by the formula that ``name`` stands for, written out again on purpose."""
-    dot = sum(float(a) * float(b) for a, b in zip(q, d, strict=True))
-    nq, nd = math.sqrt(sum(float(a) ** 2 for a in q)), math.sqrt(sum(float(b) ** 2 for b in d))
-    if dot == 0:
-        return 0.0
-    return {
-        "cosine": lambda: dot / (nq * nd),
-        "dot": lambda: dot,
-        "qnorm": lambda: dot / nq,
-        "dnorm": lambda: dot / nd,
-        "native": lambda: dot / (nq**0.3 * nd**0.6),
-    }[name]()
+def oracle_scores(query: torch.Tensor, document: torch.Tensor, name: str) -> np.ndarray:
+    """Scores in float64 by the formula that ``name`` stands for, one by one, written out again on purpose."""
+
+    def one(q: list[float], d: list[float]) -> float:
+        dot = sum(a * b for a, b in zip(q, d, strict=True))
+        nq, nd = math.sqrt(sum(a**2 for a in q)), math.sqrt(sum(b**2 for b in d))
+        by = {"cosine": (1, 1), "dot": (0, 0), "qnorm": (1, 0), "dnorm": (0, 1), "native": (0.3, 0.6)}[name]
+        return 0.0 if dot == 0 else dot / (nq ** by[0] * nd ** by[1])
+
+    return np.array([[one(q, d) for d in document.tolist()] for q in query.tolist()])
 
 
-def dense_scores(query: torch.Tensor, document: torch.Tensor, exponents: Exponents) -> np.ndarray:
-    gamma_d = exponents.gamma_d
-    return score(query.double(), document.double(), Exponents(1.0, gamma_d)).float().numpy()
+def dense_scores(query: torch.Tensor, document: torch.Tensor, name: str) -> np.ndarray:
+    exponents = Exponents(1.0, float(SCORINGS[name].gamma_d))
+    return score(query.double(), document.double(), exponents).float().numpy()
 
 
 def check(ranking: Ranking, scores: np.ndarray, pairs: np.ndarray, k: int) -> None:
@@ -72,21 +69,30 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     return image.astype(np.float32), text.astype(np.float32), np.array(pairs), draw(st.sampled_from([1, 500, 1 << 20]))
 
 
+def check_both(image, text, pairs: np.ndarray, k: int, scores_of, **options) -> tuple[dict, dict]:
+    """Both directions together and each alone, against scores_of(query, document, scoring); the rankings."""
+    options |= {"top_k": dict.fromkeys(SCORINGS, k)}
+    both = rank_both(image, text, pairs, SCORINGS, **options)
+    for (query, document, own), found in zip(((image, text, pairs), (text, image, pairs[:, ::-1])), both, strict=True):
+        alone = rank(query, document, own, SCORINGS, **options)
+        for name in SCORINGS:
+            scores = scores_of(query, document, name)
+            check(found[name], scores, own, k)
+            check(alone[name], scores, own, k)
+            listed = np.take_along_axis(scores[found[name].queries], found[name].top_ids, axis=1)
+            if scores_of is dense_scores:
+                assert found[name].top_scores == pytest.approx(listed, rel=1e-6, abs=1e-12)
+        for one, other in (("cosine", "dnorm"), ("dot", "qnorm")):
+            assert np.array_equal(found[one].ranks, found[other].ranks)  # Prop. 4.1
+    return both
+
+
 @given(case=cases(), often=st.sampled_from([0, 4, 10**9]))
 def test_tie_heavy_integers_rank_as_the_written_out_formulas(case, often):
     image, text, pairs, block_bytes = case
-    options = {"top_k": dict.fromkeys(SCORINGS, 4), "block_bytes": block_bytes}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_OFTEN", often)  # documents one by one, as usual, all of a tile
-        both = rank_both(torch.tensor(image), torch.tensor(text), pairs, SCORINGS, **options)
-        for (query, document, own), found in zip(
-            ((image, text, pairs), (text, image, pairs[:, ::-1])), both, strict=True
-        ):
-            alone = rank(torch.tensor(query), torch.tensor(document), own, SCORINGS, **options)
-            for name in SCORINGS:
-                scores = np.array([[oracle_score(q, d, name) for d in document] for q in query])
-                check(found[name], scores, own, 4)
-                check(alone[name], scores, own, 4)
+        check_both(torch.tensor(image), torch.tensor(text), pairs, 4, oracle_scores, block_bytes=block_bytes)
 
 
 def case_of(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
@@ -120,20 +126,8 @@ KINDS = ["random", "planted", "collapsed", "duplicates", "near duplicates", "one
 @pytest.mark.parametrize(("block_bytes", "often"), [(200_000, 0), (200_000, 4), (200_000, 10**9), (1 << 26, 4)])
 def test_close_scores_rank_as_in_float64_however_they_are_counted(kind, block_bytes, often, monkeypatch):
     monkeypatch.setattr(module, "_OFTEN", often)
-    monkeypatch.setattr(module, "_WAITING", 300)
-    image, text, pairs = case_of(kind, KINDS.index(kind))
-    options = {"top_k": dict.fromkeys(SCORINGS, 7), "block_bytes": block_bytes}
-    both = rank_both(image, text, pairs, SCORINGS, **options)
-    for (query, document, own), found in zip(((image, text, pairs), (text, image, pairs[:, ::-1])), both, strict=True):
-        alone = rank(query, document, own, SCORINGS, **options)
-        for name, exponents in SCORINGS.items():
-            scores = dense_scores(query, document, exponents)
-            check(found[name], scores, own, 7)
-            check(alone[name], scores, own, 7)
-            listed = np.take_along_axis(scores[found[name].queries], found[name].top_ids, axis=1)
-            assert found[name].top_scores == pytest.approx(listed, rel=1e-6, abs=1e-12)
-        for one, other in (("cosine", "dnorm"), ("dot", "qnorm")):
-            assert np.array_equal(found[one].ranks, found[other].ranks)  # Prop. 4.1
+    monkeypatch.setattr(module, "_WAITING", 3000)
+    both = check_both(*case_of(kind, KINDS.index(kind)), 7, dense_scores, block_bytes=block_bytes)
     if kind == "random":
         assert not np.array_equal(both[0]["cosine"].ranks, both[0]["dot"].ranks)
 
@@ -145,12 +139,8 @@ def test_random_vectors_and_relevance_rank_as_in_float64(seed, n, m, data):
     image[torch.rand(n, generator=gen) < 0.1] = 0.0
     text = torch.where(torch.rand(m, 1, generator=gen) < 0.3, text[:1], text)
     pairs = torch.stack([torch.randint(0, n, (40,), generator=gen), torch.randint(0, m, (40,), generator=gen)], 1)
-    pairs = np.unique(pairs.numpy(), axis=0)
     k, block = data.draw(st.integers(1, 70)), data.draw(st.sampled_from([4_000, 20_000, 1 << 22]))
-    both = rank_both(image, text, pairs, SCORINGS, top_k=dict.fromkeys(SCORINGS, k), block_bytes=block)
-    for name, exponents in SCORINGS.items():
-        check(both[0][name], dense_scores(image, text, exponents), pairs, k)
-        check(both[1][name], dense_scores(text, image, exponents), pairs[:, ::-1], k)
+    check_both(image, text, np.unique(pairs.numpy(), axis=0), k, dense_scores, block_bytes=block)
 
 
 def test_the_result_is_the_same_whichever_side_is_cut_into_rows():
@@ -171,16 +161,12 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("first", DTYPES)
 @pytest.mark.parametrize("second", DTYPES)
-def test_all_real_floating_types_and_their_mixtures_rank_by_their_exact_values(first, second):
+def test_all_real_floating_types_and_their_mixtures_rank_by_their_exact_values(first, second, monkeypatch):
     gen = torch.Generator().manual_seed(5)
     image, text = torch.randn(60, 16, generator=gen).to(first), (40 * torch.randn(90, 16, generator=gen)).to(second)
-    pairs = np.array([[i % 60, i] for i in range(90)])
     learned = {"native": Exponents(torch.tensor(0.3, requires_grad=True), torch.tensor(0.6))}
-    both = rank_both(image, text, pairs, SCORINGS | learned, top_k={"dot": 5, "native": 5}, block_bytes=30_000)
-    for name in ("dot", "native"):
-        exponents = Exponents(1.0, {"dot": 0.0, "native": float(torch.tensor(0.6))}[name])
-        check(both[0][name], dense_scores(image, text, exponents), pairs, 5)
-        check(both[1][name], dense_scores(text, image, exponents), pairs[:, ::-1], 5)
+    monkeypatch.setattr(sys.modules[__name__], "SCORINGS", SCORINGS | learned)
+    check_both(image, text, np.array([[i % 60, i] for i in range(90)]), 5, dense_scores, block_bytes=30_000)
 
 
 def test_less_relevant_documents_stand_first_among_equals():
@@ -191,33 +177,22 @@ def test_less_relevant_documents_stand_first_among_equals():
     assert found.top_ids.tolist() == [[1, 2, 3, 0]]
 
 
-def test_equal_vectors_tie_wherever_they_stand_and_whatever_the_block():
+@pytest.mark.parametrize("block_bytes", [100_000, 1 << 26])
+def test_equal_vectors_tie_wherever_they_stand_and_whatever_the_block(block_bytes):
     gen = torch.Generator().manual_seed(1)
     query, document = torch.randn(50, 33, generator=gen), torch.randn(1, 33, generator=gen).expand(203, 33).contiguous()
     pairs = np.array([[i, i] for i in range(50)])
-    for block_bytes in (100_000, 1 << 26):
-        found = rank(query, document, pairs, SCORINGS, top_k={"dot": 3}, block_bytes=block_bytes)
-        for ranking in found.values():
-            assert (ranking.ranks == 203).all()  # a collapsed model is at the bottom
-            assert ranking.n_tied == 50
-        assert found["dot"].top_ids[7].tolist() == [0, 1, 2]
-        assert found["dot"].top_ids[1].tolist() == [0, 2, 3]  # the relevant one stands behind its equals
+    found = rank(query, document, pairs, SCORINGS, top_k={"dot": 3}, block_bytes=block_bytes)
+    for ranking in found.values():
+        assert (ranking.ranks == 203).all() and ranking.n_tied == 50  # a collapsed model is at the bottom
+    assert found["dot"].top_ids[7].tolist() == [0, 1, 2]
+    assert found["dot"].top_ids[1].tolist() == [0, 2, 3]  # the relevant one stands behind its equals
 
 
 def test_progress_ends_at_all_scores():
     x, calls = torch.randn(9, 3), []
     rank_both(x, x[:5], [[0, 0]], SCORINGS, block_bytes=1, progress=lambda *a: calls.append(a))
     assert len(calls) > 1 and calls == sorted(calls) and calls[-1] == (45, 45)
-
-
-def test_the_two_directions_of_qnorm_are_two_matrices():
-    gen = torch.Generator().manual_seed(0)
-    image, text = torch.randn(6, 4, generator=gen), 3 * torch.randn(6, 4, generator=gen)
-    i2t, t2i = (score(*x, Normalization.QNORM.exponents) for x in ((image, text), (text, image)))
-    assert not torch.allclose(i2t, t2i.T, rtol=1e-2)
-    pairs = np.array([[i, i] for i in range(6)])
-    transposed = [1 + int((i2t[:, j] > i2t[j, j]).sum()) for j in range(6)]
-    assert rank(text, image, pairs, SCORINGS)["qnorm"].ranks.tolist() != transposed
 
 
 def test_huge_and_tiny_vectors_do_not_overflow():
@@ -256,23 +231,22 @@ def test_bad_input_is_one_line(query, document, words):
     assert "\n" not in str(error.value)
 
 
-def test_cosine_hits_equal_clip_benchmark():
+@pytest.mark.parametrize("captions", [1, 5])
+def test_cosine_hits_equal_clip_benchmark(captions):
     theirs = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
-    norm = torch.nn.functional.normalize
-    for captions in (1, 5):
-        gen = torch.Generator().manual_seed(captions)
-        image = torch.randn(80, 16, generator=gen)
-        text = image.repeat_interleave(captions, 0) + 1.5 * torch.randn(80 * captions, 16, generator=gen)
-        pairs = np.array([[j // captions, j] for j in range(len(text))])
-        positive = torch.zeros(len(text), len(image), dtype=torch.bool)
-        positive[pairs[:, 1], pairs[:, 0]] = True
-        scores = norm(text, dim=-1) @ norm(image, dim=-1).T  # the tool's own: texts x images
-        i2t, t2i = rank_both(image, text, pairs, SCORINGS)
-        for ranking, s, p in ((t2i["cosine"], scores, positive), (i2t["cosine"], scores.T, positive.T)):
-            first = np.minimum.reduceat(ranking.ranks, ranking.offsets[:-1])
-            for k in (1, 5, 10):
-                hits = theirs.batchify(theirs.recall_at_k, s, p, 32, "cpu", k=k)
-                assert float((hits > 0).float().mean()) == pytest.approx(float((first <= k).mean()), abs=1e-7)
+    norm, gen = torch.nn.functional.normalize, torch.Generator().manual_seed(captions)
+    image = torch.randn(80, 16, generator=gen)
+    text = image.repeat_interleave(captions, 0) + 1.5 * torch.randn(80 * captions, 16, generator=gen)
+    pairs = np.array([[j // captions, j] for j in range(len(text))])
+    positive = torch.zeros(len(text), len(image), dtype=torch.bool)
+    positive[pairs[:, 1], pairs[:, 0]] = True
+    scores = norm(text, dim=-1) @ norm(image, dim=-1).T  # the tool's own: texts x images
+    i2t, t2i = rank_both(image, text, pairs, SCORINGS)
+    for ranking, s, p in ((t2i["cosine"], scores, positive), (i2t["cosine"], scores.T, positive.T)):
+        first = np.minimum.reduceat(ranking.ranks, ranking.offsets[:-1])
+        for k in (1, 5, 10):
+            hits = theirs.batchify(theirs.recall_at_k, s, p, 32, "cpu", k=k)
+            assert float((hits > 0).float().mean()) == pytest.approx(float((first <= k).mean()), abs=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -295,11 +269,15 @@ def test_excluded_documents_are_as_good_as_not_there(seed: int) -> None:
             qrels = Qrels(np.column_stack([np.zeros(own.sum(), int), np.searchsorted(left, pairs[own, 1])]), gains[own])
             alone = rank(query[[q]], document[torch.tensor(left)], qrels, {name: SCORINGS[name]}, top_k={name: 8})[name]
             at = slice(ranking.offsets[i], ranking.offsets[i + 1])
-            assert ranking.ranks[at].tolist() == alone.ranks.tolist()
-            assert ranking.gains[at].tolist() == alone.gains.tolist()
-            assert bool(ranking.tied[i]) == bool(alone.tied[0])
-            assert ranking.top_ids[i].tolist() == left[alone.top_ids[0]].tolist()
-            assert ranking.top_relevant[i].tolist() == alone.top_relevant[0].tolist()
+            mine = (
+                ranking.ranks[at],
+                ranking.gains[at],
+                ranking.tied[[i]],
+                ranking.top_ids[i],
+                ranking.top_relevant[i],
+            )
+            theirs = (alone.ranks, alone.gains, alone.tied, left[alone.top_ids[0]], alone.top_relevant[0])
+            assert all(np.array_equal(*pair) for pair in zip(mine, theirs, strict=True))
 
 
 def test_exclusion_cuts_lists_and_refuses_a_relevant_document() -> None:
