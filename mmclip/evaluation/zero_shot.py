@@ -26,7 +26,8 @@ from mmclip.errors import UserError, printable, reason
 from mmclip.evaluation.results import NATIVE
 from mmclip.models.factory import ClipModel
 from mmclip.retrieval.ranking import as_floats, rank
-from mmclip.similarity import Exponents, Normalization, normalize
+from mmclip.roles import Exponents, Normalization
+from mmclip.similarity import normalize
 
 NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 Json = dict[str, Any]

@@ -42,7 +42,8 @@ from torch import Tensor
 from mmclip.metrics.bootstrap import cluster_counts
 from mmclip.metrics.geometry import participation_ratio
 from mmclip.retrieval import BLOCK_BYTES
-from mmclip.similarity import TINY, Exponents, magnitude, mean_norm_factor, normalize, score
+from mmclip.roles import Exponents
+from mmclip.similarity import TINY, magnitude, mean_norm_factor, normalize, score
 
 EPSILON = 1e-4  # regularization of kappa, as a fraction of the mean eigenvalue
 VANISHED = 1e-10  # below this fraction of what an unsaturated softmax would give, a matrix is rounding

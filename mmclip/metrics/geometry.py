@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mmclip.metrics.magnitude import Effect
 from mmclip.retrieval import BLOCK_BYTES
-from mmclip.similarity import Exponents, magnitude, normalize, score
+from mmclip.roles import Exponents
+from mmclip.similarity import magnitude, normalize, score
 
 BLOCK_ROWS = 4096  # vectors handled at once
 _BYTES_PER_SCORE = 32  # scores, and their float64 log-probabilities, probabilities and product

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from mmclip.errors import UserError
 from mmclip.retrieval.qrels import Qrels
-from mmclip.similarity import TINY, Exponents
+from mmclip.roles import Exponents
+from mmclip.similarity import TINY
 
 BLOCK_BYTES = 64 * 2**20  # working memory beside the vectors, about
 _PER_SCORE, _PER_VALUE = 24, 24  # bytes of a tile, and of its rows and columns

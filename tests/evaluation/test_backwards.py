@@ -9,7 +9,8 @@ import torch
 from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank
-from mmclip.similarity import SCALE_INIT, Direction, Exponents, mean_norm_factor, score
+from mmclip.roles import SCALE_INIT, Direction, Exponents
+from mmclip.similarity import mean_norm_factor, score
 from tests.helpers.evaluating import evaluate_clip
 
 N, M, DIM = 40, 80, 8

@@ -13,7 +13,7 @@ from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdict, verdicts
 from mmclip.evaluation.results import Results
-from mmclip.similarity import Direction, Exponents
+from mmclip.roles import Direction, Exponents
 from tests.helpers.evaluating import evaluate_clip
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
@@ -113,7 +113,7 @@ def test_informative_length_is_learned_and_useful():
     assert found["learned"]["verdict"] is True
     assert found["learned"]["d_run"] > found["learned"]["d_control"]
     assert found["useful"]["verdict"] is True
-    assert "image length was learned" in found["learned"]["sentence"]
+    assert "The image norm was learned" in found["learned"]["sentence"]
     json.dumps(found, allow_nan=False)
 
 
@@ -138,7 +138,7 @@ def test_verdicts_that_cannot_be_given_say_why():
     flat = rich_data(image=torch.nn.functional.normalize(rich_data().image, dim=1))
     found = verdict(run_of(flat), run_of(flat, COSINE))
     assert found["learned"]["verdict"] is None
-    assert "lengths do not vary" in found["learned"]["reason"]
+    assert "norms are equal" in found["learned"]["reason"]
     assert found["useful"]["verdict"] is False
     with pytest.raises(UserError, match="gamma_d"):
         verdict(run, run)
@@ -203,7 +203,7 @@ def test_one_images_queries_have_no_spread_and_decide_nothing():
     found = verdict(run, control, run_of(data, COSINE, "sym"))
     for kind in ("learned", "useful"):
         assert found[kind]["verdict"] is None
-        assert found[kind]["reason"] == "all queries are one image's"
+        assert found[kind]["reason"] == "all queries belong to one image"
 
 
 def test_a_control_of_another_seed_and_a_baseline_that_is_none_are_refused():
@@ -229,5 +229,5 @@ def test_a_handful_of_relevant_documents_gives_no_verdict_on_learning():
     learned = report["learned"]
     assert learned["verdict"] is None
     assert (
-        "relevant or irrelevant images among the run's 10 best by cosine, at least 30 are needed" in learned["reason"]
+        "relevant or irrelevant images among the run's 10 best by cosine; at least 30 are needed" in learned["reason"]
     )

@@ -11,11 +11,11 @@ from scipy import stats
 
 from mmclip.evaluation import diagnostics as module
 from mmclip.evaluation.diagnostics import diagnose, without_text_length
-from mmclip.evaluation.eval_set import text_sizes
+from mmclip.evaluation.eval_set import EvalSet, text_sizes
 from mmclip.metrics import fisher, geometry
 from mmclip.metrics.magnitude import TOP_K, cohens_d
-from mmclip.retrieval.ranking import rank
-from mmclip.roles import FIXED_NORMALIZATIONS, SCALE_INIT, Exponents, Normalization
+from mmclip.retrieval import Qrels, rank
+from mmclip.roles import FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents, Normalization
 from mmclip.similarity import mean_norm_factor, score
 
 QNORM = Exponents(1.0, 0.0)
@@ -38,9 +38,11 @@ def planted(factor: float, spread: float = 0.1, seed: int = 0) -> tuple[torch.Te
 def run(query, document, pairs, native=QNORM, **options):
     scorings = {n.value: n.exponents for n in FIXED_NORMALIZATIONS} | {"native": native}
     rankings = rank(query, document, pairs, scorings, top_k={"cosine": TOP_K, "native": TOP_K})
-    clusters = rankings["cosine"].queries
-    given = {"fisher_resamples": 10, **HOW} | options
-    return diagnose(query, document, rankings, clusters, np.arange(len(document)), native, **given), rankings["cosine"]
+    sides = {"query": query, "document": document}
+    units = options.pop("text_length", {})
+    data = EvalSet("p", sides, Qrels(pairs), {s: np.arange(len(x)) for s, x in sides.items()}, units)
+    options = {"fisher_resamples": 10, **HOW} | options
+    return diagnose(data, Direction.Q2D, rankings, native, **options), rankings["cosine"]
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.15, 1.5])

@@ -15,7 +15,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import image_text_sets
 from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.retrieval.ranking import rank
-from mmclip.similarity import Exponents, Normalization
+from mmclip.roles import Exponents, Normalization
 from tests.helpers.evaluating import evaluate_clip
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)

@@ -13,7 +13,7 @@ from mmclip import metrics
 from mmclip.errors import UserError
 from mmclip.evaluation.clip_benchmark import M, ScoredModel
 from mmclip.retrieval.ranking import rank
-from mmclip.similarity import CLIP_DIRECTIONS, Exponents, Normalization
+from mmclip.roles import CLIP_DIRECTIONS, Exponents, Normalization
 
 classification = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
 retrieval = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
@@ -115,7 +115,7 @@ def test_lengths_pass_the_normalization_exactly_and_the_limit_is_told() -> None:
     model, every = ScoredModel(towers, Normalization.DOT.exponents), torch.arange(IMAGES)
     assert torch.equal(unit(model.encode_image(every), dim=-1)[:, :DIM] * M, towers.image)
     towers.image[-1] *= 1.1
-    with pytest.raises(UserError, match=r"image embeddings: a length of .*131,072"):
+    with pytest.raises(UserError, match=r"image embeddings: a norm of .*131,072"):
         model.encode_image(every)
     towers.text[5, 1] = torch.nan
     with pytest.raises(UserError, match="text embeddings hold NaN"):

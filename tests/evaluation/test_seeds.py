@@ -11,7 +11,7 @@ from mmclip.evaluation.comparison import group_by_seed
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
 from mmclip.reporting.run_tables import seeds_table
 from mmclip.retrieval.hubness import QueryBank
-from mmclip.similarity import Direction, Exponents
+from mmclip.roles import Direction, Exponents
 from tests.helpers.evaluating import evaluate_clip
 
 N = 60

@@ -22,7 +22,8 @@ from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.evaluation.trec import measure_run
 from mmclip.models.text_encoder import TextEncoder, load_text_model, native_scoring
 from mmclip.retrieval import Qrels, rank
-from mmclip.similarity import Direction, Exponents, Normalization, score
+from mmclip.roles import Direction, Exponents, Normalization
+from mmclip.similarity import score
 from tests.helpers.evaluating import evaluate_text
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)

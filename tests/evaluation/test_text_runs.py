@@ -16,7 +16,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import list_scores
 from mmclip.evaluation.trec import measure_run, read_run, write_qrels, write_run
-from mmclip.similarity import Direction, Normalization
+from mmclip.roles import Direction, Normalization
 from tests.evaluation.test_text_evaluation import QNORM, collection_of, evaluated, vectors_of
 
 RATES = ("ndcg@10", "recall@100", "mrr@10", "success@1")
@@ -73,7 +73,7 @@ def test_somebodys_run_may_leave_queries_out_and_name_others(tmp_path: Path) -> 
     run, notes = read_run(tmp_path / "r", c)
     assert run == {"q0": {"d0": 8.0}, "q1": {"d2": 1.0, "d1": 0.5}}
     assert notes == [
-        "1 of 3 queries are not answered: all of their rates are 0",
+        "1 of 3 queries have no documents: all of their rates are 0",
         "1 queries of other judgments left out",
         "1 documents that their queries exclude left out",
     ]
@@ -83,11 +83,11 @@ def test_somebodys_run_may_leave_queries_out_and_name_others(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("q0 Q0 d1 1 0.5 t\nq0 Q0 d2 2 0.4\n", "line 2: qid Q0 docid rank score tag were expected, got 5 columns"),
+        ("q0 Q0 d1 1 0.5 t\nq0 Q0 d2 2 0.4\n", "line 2: expected qid Q0 docid rank score tag, got 5 columns"),
         ("q0 Q0 d1 1 high t\n", "line 1: the score is a number, got 'high'"),
         ("q0 Q0 d1 1 nan t\n", "line 1: the score is a number"),
         ("q0 Q0 d99 1 1 t\n", "line 1: document 'd99' is not in the corpus"),
-        ("q0 Q0 d1 1 1 t\nq0 Q0 d1 2 0 t\n", "line 2: document 'd1' is named twice for query 'q0'"),
+        ("q0 Q0 d1 1 1 t\nq0 Q0 d1 2 0 t\n", "line 2: document 'd1' is listed twice for query 'q0'"),
         ("x Q0 d1 1 1 t\n", "no line of a query of"),
         ("", "no line of a query of"),
     ],

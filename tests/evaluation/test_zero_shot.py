@@ -19,7 +19,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.zero_shot import ZeroShot, class_documents, classify, open_classes
 from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
-from mmclip.similarity import Exponents, Normalization
+from mmclip.roles import Exponents, Normalization
 from tests.data.test_data import write_tar
 from tests.helpers.benchmarking import COLOURS, OURS, flags, metrics_of
 from tests.helpers.tiny import run_script
@@ -148,8 +148,8 @@ def test_samples_that_cannot_be_used_are_left_out_and_named(classes: Path, tiny_
             r"'a photo' has no \{c\}, the place of the name",
         ),
         (lambda r: (r / "test" / "0.tar").unlink(), r"says 1 shards.*missing: 0\.tar"),
-        (lambda r: shutil.rmtree(r / "test"), "no split test or val with shards in it; there: no folders"),
-        (lambda r: write_tar(r / "test" / "0.tar", [("a.png", b"")]), r"empty: no picture with a label.*1 skipped: a"),
+        (lambda r: shutil.rmtree(r / "test"), "no split test or val with shards in it; it has: no folders"),
+        (lambda r: write_tar(r / "test" / "0.tar", [("a.png", b"")]), r"empty: no image with a label.*1 skipped: a"),
     ],
 )
 def test_faults_of_the_whole_are_one_line(

@@ -21,7 +21,8 @@ from mmclip.evaluation.clip_benchmark import main
 from mmclip.evaluation.eval_set import EvalSource
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.ranking import rank
-from mmclip.similarity import CLIP_DIRECTIONS, Normalization, score
+from mmclip.roles import CLIP_DIRECTIONS, Normalization
+from mmclip.similarity import score
 from tests.helpers.tiny import run_script
 
 KS = (1, 5, 10)

@@ -13,7 +13,7 @@ from mmclip.evaluation.eval_set import image_text_sets, text_set
 from mmclip.evaluation.evaluate import evaluate
 from mmclip.evaluation.results import Results
 from mmclip.metrics.rank import TEXT_RATES
-from mmclip.similarity import CLIP_DIRECTIONS, Direction, Exponents
+from mmclip.roles import CLIP_DIRECTIONS, Direction, Exponents
 
 
 def evaluate_clip(

@@ -16,10 +16,11 @@ from scipy.stats import binom, norm
 from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.comparison import verdict
 from mmclip.evaluation.diagnostics import diagnose
+from mmclip.evaluation.eval_set import EvalSet
 from mmclip.evaluation.results import Results
 from mmclip.metrics import cohens_d, magnitude_auc
-from mmclip.retrieval.ranking import Ranking, rank
-from mmclip.similarity import Exponents, Normalization
+from mmclip.retrieval import Qrels, Ranking, rank
+from mmclip.roles import Direction, Exponents, Normalization
 from tests.helpers.evaluating import evaluate_clip
 
 COSINE, QNORM = Exponents(1.0, 1.0), Exponents(1.0, 0.0)
@@ -190,13 +191,12 @@ def test_the_relevance_counter_follows_the_planted_correlation(rho):
     times = np.clip(np.round(40 + 12 * z), 1, n_queries).astype(int)
     lengths = 10 + rho * z + np.sqrt(1 - rho**2) * rng.normal(size=n)
     pairs = np.array([[q, j] for j in range(n) for q in rng.choice(n_queries, times[j], replace=False)])
-    query = torch.tensor(rng.normal(size=(n_queries, 8)))
-    document = torch.tensor(unit(rng.normal(size=(n, 8))) * lengths[:, None])
+    sides = {"query": torch.tensor(rng.normal(size=(n_queries, 8)))}
+    sides["document"] = torch.tensor(unit(rng.normal(size=(n, 8))) * lengths[:, None])
+    data = EvalSet("p", sides, Qrels(pairs), {side: np.arange(len(x)) for side, x in sides.items()}, {})
     exponents = {"cosine": Normalization.COSINE.exponents}
-    rankings = rank(query, document, pairs, exponents, top_k={"cosine": 10})
-    found = diagnose(
-        query, document, rankings, rankings["cosine"].queries, np.arange(n), QNORM, fisher=False, resamples=20
-    )["relevance_count"]
+    rankings = rank(*sides.values(), pairs, exponents, top_k={"cosine": 10})
+    found = diagnose(data, Direction.Q2D, rankings, QNORM, fisher=False, resamples=20)["relevance_count"]
     spearman = 6 / np.pi * np.arcsin(rho / 2)  # of two normal numbers with Pearson correlation rho
     assert found == {"value": pytest.approx(spearman, abs=4 / np.sqrt(n)), "n": n}
 

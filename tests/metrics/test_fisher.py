@@ -21,7 +21,8 @@ from mmclip.metrics.fisher import (
     query_fisher,
     vanishing_trace,
 )
-from mmclip.similarity import Exponents, Normalization, mean_norm_factor, score
+from mmclip.roles import Exponents, Normalization
+from mmclip.similarity import mean_norm_factor, score
 
 ALPHA, DIM, REPORT_DIM = 1.3, 4, 16
 N = 4 * REPORT_DIM

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mmclip.metrics import geometry
-from mmclip.similarity import Exponents, Normalization, score
+from mmclip.roles import Exponents, Normalization
+from mmclip.similarity import score
 
 
 def vectors(n: int, dim: int, seed: int = 0, shift: float = 0.5) -> torch.Tensor:

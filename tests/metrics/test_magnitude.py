@@ -14,7 +14,7 @@ from scipy import stats
 from mmclip.metrics import magnitude
 from mmclip.metrics.magnitude import by_group, cohens_d, magnitude_auc, number_bins, spearman, summary
 from mmclip.retrieval import Ranking, rank
-from mmclip.similarity import Normalization
+from mmclip.roles import Normalization
 
 HOW = {"resamples": 200, "seed": 0}
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mmclip.errors import UserError
 from mmclip.models.metadata import trained_directions, trained_scales
 from mmclip.retrieval.hubness import document_offsets, reversed_exponents, with_offset, with_one
-from mmclip.similarity import Direction, Exponents, Normalization, score
+from mmclip.roles import Direction, Exponents, Normalization
+from mmclip.similarity import score
 
 GAMMAS = st.sampled_from([0.0, 0.3, 1.0])
 DOT = Normalization.DOT.exponents
