@@ -278,7 +278,7 @@ def same_data(a: Results, b: Results) -> None:
     for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
         if len({str(r.json["pools"][pool].get("fingerprint")) for r in (a, b)}) > 1:
             raise UserError(
-                f"runs over different distractors cannot be compared: pool {printable(pool, 60)} is not the same"
+                f"runs over different distractors: pool {printable(pool, 60)} is not the same in both; evaluate both alike"
             )
 
 
