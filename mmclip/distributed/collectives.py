@@ -32,26 +32,17 @@ def start(device: str) -> torch.device:
     Raises:
         UserError: a device that this machine does not have.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {device}: this machine has no usable CUDA device; valid here: cpu, auto")
-    if device == "cuda":
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = ("cuda" if cuda else "cpu") if device == "auto" else device
     try:
-        chosen = torch.device(device)
+        chosen = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if name == "cuda" else name)
     except RuntimeError:
-        raise UserError(
-            f"--device {printable(device)}: unknown; valid: auto, cpu, cuda, cuda:N, mps on a Mac"
-        ) from None
-    usable = {"cpu": True, "cuda": True, "mps": torch.backends.mps.is_available()}
+        chosen = torch.device("meta")
+    usable = {"cpu": True, "cuda": (chosen.index or 0) < cuda, "mps": torch.backends.mps.is_available()}
     if not usable.get(chosen.type, False):
-        raise UserError(
-            f"--device {printable(device)}: not usable here; valid: auto, cpu, cuda, cuda:N, mps (on a Mac)"
-        )
+        valid = f"valid: auto, cpu, cuda, cuda:N, mps (on a Mac); this machine has {cuda} CUDA devices"
+        raise UserError(f"--device {printable(device)}: not usable here; {valid}")
     if chosen.type == "cuda":
-        if chosen.index is not None and chosen.index >= torch.cuda.device_count():
-            raise UserError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
         torch.cuda.set_device(chosen)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         # Ranks wait while rank 0 validates, or fills a cache: longer than the backends' defaults.
@@ -71,7 +62,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def settle(error: UserError | None) -> None:
+def settle(error: Exception | None) -> None:
     """Raise this rank's error, or leave silently with its exit code where another rank has one."""
     failed = gather_objects(error is not None)
     if error is not None:
@@ -81,23 +72,14 @@ def settle(error: UserError | None) -> None:
 
 
 def on_rank_0(check: Callable[[], None]) -> None:
-    """Run a check on rank 0 alone; all ranks leave if it fails.
-
-    Raises:
-        UserError: on rank 0, also for an OSError such as a folder that cannot be made.
-    """
-    error = None
+    """Run a check on rank 0 alone; its UserError or OSError is raised there, and all ranks leave."""
+    error: Exception | None = None
     if world()[0] == 0:
         try:
             check()
-        except UserError as raised:
+        except (UserError, OSError) as raised:
             error = raised
-        except OSError as raised:
-            error = UserError(f"{printable(raised.filename or '')}: {printable(raised.strerror or raised)}")
     settle(error)
-
-
-# --- sums, maxima and gathering ---------------------------------------------------------------------------------------
 
 
 def all_sum(x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def replicated(model: nn.Module) -> list[nn.Parameter]:
 
 def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Sharded and plain tensors apart, without empty lists: torch reduces over one kind at a time."""
-    kinds = [[t for t in tensors if isinstance(t, DTensor) == sharded] for sharded in (True, False)]
+    kinds = ([t for t in tensors if isinstance(t, DTensor) == sharded] for sharded in (True, False))
     return [kind for kind in kinds if kind]
 
 
@@ -111,11 +111,8 @@ def filled(copied: nn.Module, model: nn.Module) -> Iterator[None]:
     if copied is model:  # without --fsdp
         yield
         return
-    full: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        gathered = whole(tensor)
-        if distributed.world()[0] == 0:
-            full[name] = gathered
+    rank = distributed.world()[0]
+    full = {n: w for n, t in model.state_dict().items() if (w := whole(t)) is not None and rank == 0}
     if full:
         copied.load_state_dict(full, assign=True)
     full.clear()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmclip import distributed
 from mmclip.losses.cross_entropy import contrastive_cross_entropy
 from mmclip.losses.positives import Lookup, PositiveMask, oriented
-from mmclip.losses.tiled import Sides, tiled_loss
+from mmclip.losses.tiled import Sides, tiled_loss, with_negatives
 from mmclip.roles import CLIP_DIRECTIONS, TEXT_DIRECTIONS, Direction, Normalization, Positives, direction_weights
 from mmclip.similarity import TINY, Similarity, magnitude
 
@@ -119,9 +119,9 @@ class ContrastiveLoss(nn.Module):
             norms = {side: self._of_all(magnitude(features[side])) for side in self.sides}
         more = {side: self._of_all(magnitude(x).detach()) for side, x in negatives.items()}
         for direction in directions:
-            query, document = _roles(direction, norms, more)
             if self.training or not self.similarity.has_norm_stats(direction):
-                self.similarity.update_norm_stats(direction, query, document)
+                documents = with_negatives(direction.document_side, norms, more)
+                self.similarity.update_norm_stats(direction, norms[direction.query_side], documents)
             if untrained and direction not in self.trained:
                 self._follow_trained(direction)
         used = directions if untrained else [d for d in directions if d in self.trained]
@@ -146,7 +146,10 @@ class ContrastiveLoss(nn.Module):
         features, negatives = ({s: self._of_all(x) for s, x in of.items()} for of in (features, negatives))
         terms, values = [], {}
         for direction, weight in weights.items():
-            query, document = _roles(direction, features, negatives)
+            query, document = (
+                features[direction.query_side],
+                with_negatives(direction.document_side, features, negatives),
+            )
             numbers = torch.arange(len(document), device=query.device)
             known = None if lookup is None else oriented(lookup, direction)(numbers[: len(query)], numbers)
             with torch.set_grad_enabled(torch.is_grad_enabled() and weight is not None):
@@ -190,13 +193,6 @@ class ContrastiveLoss(nn.Module):
         if positives.pairs != pairs or positives.columns not in columns:
             known = f"{positives.pairs} rows" + (f", {positives.columns} columns" if positives.columns else "")
             raise ValueError(f"{shown}: known positives of {known}, {pairs} pairs are expected")
-
-
-def _roles(direction: Direction, sides: Sides, negatives: Sides) -> tuple[Tensor, Tensor]:
-    """(Query, document) of a direction, negatives behind the documents."""
-    query, document = direction.roles(sides)
-    more = negatives.get(direction.document_side)
-    return query, document if more is None else torch.cat([document, more.to(document.dtype)])
 
 
 def clip_loss(

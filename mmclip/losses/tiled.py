@@ -35,6 +35,7 @@ BLOCK = {"cpu": 2**21, "cuda": 2**26}  # numbers of a block, at least, by kind o
 PIECE = {"cpu": 2**11, "cuda": 2**31}  # columns of one matrix product: wider ones slow down on a CPU
 STRIP = {"cpu": 2**18, "cuda": 2**26}  # numbers of a block that are processed together: a CPU's cache holds few
 KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of products that are kept for the gradients
+HALF = ("cuda",)  # devices whose bfloat16 is multiplied into float32; float16 could not hold a batch's gradients
 HIDDEN = -1e22  # score of no candidate: scales from 1e-12 to 1e12 keep it low and finite
 
 Sides = Mapping[str, Tensor]
@@ -49,30 +50,23 @@ def tiled_loss(
     ``weights`` are of one or two directions, the row direction first. bfloat16 on CUDA is multiplied as it is.
     """
     first, *others = weights
-    sides = {first.query_side: bool(others), first.document_side: True}  # side -> whether its negatives are candidates
-    rows, columns = (
-        torch.cat([features[s], negatives[s].to(features[s].dtype)]) if used and s in negatives else features[s]
-        for s, used in sides.items()
-    )
-    half = rows.dtype == columns.dtype and takes_half(rows)
+    rows, columns = (with_negatives(s, features, negatives) for s in (first.query_side, first.document_side))
+    rows = rows if others else features[first.query_side]
+    half = rows.dtype == columns.dtype == torch.bfloat16 and rows.device.type in HALF
     if not half:
         dtype = torch.promote_types(torch.promote_types(rows.dtype, columns.dtype), torch.float32)
         rows, columns = rows.to(dtype), columns.to(dtype)
     with torch.autocast(device_type=rows.device.type, enabled=False):
         (gamma_q, gamma_d), alphas = loss.similarity.exponents, [loss.similarity.scale(d) for d in weights]
-        # What rows and columns hold already: bfloat16 products are exact, its multiples are not
-        held: Any = (0.0, 0.0, 1.0) if half else (gamma_q, gamma_d, alphas[0])
-        scales = [
-            (
-                _over(alpha / held[2], divisor(rows, of_rows - held[0])),
-                _over(None, divisor(columns, of_columns - held[1])),
-            )
-            for alpha, of_rows, of_columns in zip(alphas, (gamma_q, gamma_d), (gamma_d, gamma_q), strict=False)
-        ]
+        held: Any = (1.0, 0.0, 0.0)  # what rows and columns hold already
+        if not half:  # bfloat16 products are exact, its multiples are not
+            held = (alphas[0], gamma_q, gamma_d)
+        roles = zip(alphas, (gamma_q, gamma_d), (gamma_d, gamma_q), strict=False)
+        scales = [_scales(rows, columns, a / held[0], r - held[1], c - held[2]) for a, r, c in roles]
         if not half:
-            scales[0], column = (None, None), divisor(columns, gamma_d)
-            rows = rows * _over(alphas[0], divisor(rows, gamma_q)).reshape(-1, 1)
-            columns = columns if column is None else columns / column[:, None]
+            row, column = _scales(rows, columns, *held)
+            rows, scales[0] = rows * row.reshape(-1, 1), (None, None)
+            columns = columns if column is None else columns * column[:, None]
         known = None if lookup is None else oriented(lookup, first)
         tiles = _Tiles(loss, list(weights.values()), len(features[first.query_side]), known)
         columns, *column_scales = tiles.gathered(len(rows), columns, *(c for _, c in scales))
@@ -82,9 +76,10 @@ def tiled_loss(
     return total, dict(zip(weights, values.unbind(), strict=True))
 
 
-def takes_half(rows: Tensor) -> bool:
-    """Whether bfloat16 rows can be multiplied into float32; float16 could not hold a large batch's gradients."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16
+def with_negatives(side: str, features: Sides, negatives: Sides) -> Tensor:
+    """A side's features, negatives behind them."""
+    x, more = features[side], negatives.get(side)
+    return x if more is None else torch.cat([x, more.to(x.dtype)])
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -92,9 +87,10 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(a, b, **({"out_dtype": torch.float32} if a.dtype == torch.bfloat16 else {}), out=out)
 
 
-def _over(alpha: Tensor | None, by: Tensor | None) -> Any:
-    """alpha / by, [N] or 0-d, None for 1."""
-    return alpha if by is None else by.reciprocal() if alpha is None else alpha / by
+def _scales(rows: Tensor, columns: Tensor, alpha: Tensor, of_rows: Any, of_columns: Any) -> tuple[Any, Tensor | None]:
+    """alpha / |x|**of_rows, [N] or 0-d, and 1 / |y|**of_columns, [M] or None."""
+    row, column = divisor(rows, of_rows), divisor(columns, of_columns)
+    return alpha if row is None else alpha / row, None if column is None else column.reciprocal()
 
 
 class _Tiled(torch.autograd.Function):
@@ -116,7 +112,8 @@ class _Tiles:
     """One pass over the tiles of x [N, D] times y [M, D] transposed."""
 
     def __init__(self, loss: ContrastiveLoss, weights: list[float | None], pairs: int, lookup: Lookup | None) -> None:
-        self.weights, self.pairs, self.lookup, self.focal = weights, pairs, lookup, loss.focal
+        self.weights, self.pairs, self.focal = weights, pairs, loss.focal
+        self.lookup: Any = lookup
         self.several = lookup is not None and loss.positives is Positives.MULTI  # targets of a query
         self.rank, self.ranks = distributed.world() if loss.gather else (0, 1)
         alone = SimpleNamespace(all_sum=lambda x: x, all_max=lambda x: x, gather_rows=lambda x, _=None: x)
@@ -176,8 +173,7 @@ class _Tiles:
 
     def _known(self, rows: slice) -> Tensor:
         """Known positives of rows, bool [k, M], with the pairs if those are targets, too."""
-        assert self.lookup is not None
-        known = self.lookup(self.numbers[rows], torch.arange(len(self.y), device=self.x.device))
+        known: Tensor = self.lookup(self.numbers[rows], torch.arange(len(self.y), device=self.x.device))
         self.own(known, rows).fill_(self.several)
         return known
 

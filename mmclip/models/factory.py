@@ -35,14 +35,10 @@ from mmclip.models.towers import Pixels, Towers
 
 
 class Tokenizer:
-    """A stock tokenizer for captions of any length: BPE takes time quadratic in a word's length.
-
-    Captions above max(1000, 32 * context_length) characters, many more than fill the context, are cut before.
-    """
+    """A stock tokenizer of captions cut far behind its context: BPE takes time quadratic in a word's length."""
 
     def __init__(self, stock: Any) -> None:
-        self.stock = stock
-        self.longest = max(1000, 32 * stock.context_length)
+        self.stock, self.longest = stock, max(1000, 32 * stock.context_length)
 
     def __call__(self, captions: str | list[str]) -> Tensor:
         """[B, context_length] token ids."""

@@ -63,14 +63,7 @@ def main_direction(trained: Sequence[Direction]) -> Direction:
 def clip_metadata(
     config: LossConfig, similarity: Similarity, trained: Sequence[Direction], initial: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Metadata of a trained CLIP as plain values.
-
-    Args:
-        config: Loss options of the run.
-        similarity: The trained similarity.
-        trained: Directions with a weight above 0 at some step.
-        initial: The run that --init-from started from (``initial_run``).
-    """
+    """Metadata of a trained CLIP as plain values; ``initial`` is the run that --init-from started from."""
     weights = direction_weights(config.loss, config.i2t_weight)
     metadata = {"loss": config.loss, "i2t_weight": weights[Direction.I2T], "positives": config.positives}
     metadata |= _similarity_metadata(similarity, trained, text=False) | schedule_metadata(config)
@@ -114,28 +107,16 @@ def initial_run(run: str) -> dict[str, Any]:
 
 
 def native_exponents(metadata: Mapping[str, Any]) -> Exponents:
-    """Exponents that a model was trained with; those of cosine for a model without metadata (any plain CLIP).
-
-    Raises:
-        UserError: The exponents are no numbers.
-    """
-    if not metadata:
-        return Normalization.COSINE.exponents
+    """Exponents that a model was trained with; those of cosine for a model without metadata (any plain CLIP)."""
     try:
-        return Exponents(float(metadata["gamma_q"]), float(metadata["gamma_d"]))
+        cosine = Normalization.COSINE.exponents
+        return Exponents(float(metadata["gamma_q"]), float(metadata["gamma_d"])) if metadata else cosine
     except (KeyError, TypeError, ValueError):
         raise UserError("mmclip.json holds no numbers gamma_q and gamma_d") from None
 
 
 def trained_directions(metadata: Mapping[str, Any]) -> tuple[Direction, ...]:
-    """Directions whose loss a model minimized.
-
-    Args:
-        metadata: mmclip.json, or ``trained_with`` of results.json.
-
-    Raises:
-        UserError: The loss is unknown.
-    """
+    """Directions whose loss a model minimized, by mmclip.json or ``trained_with`` (UserError for an unknown loss)."""
     loss, own = metadata.get("loss"), metadata.get("i2t_weight")
     if loss not in LOSS_WEIGHTS:
         valid = ", ".join(LOSS_WEIGHTS)

@@ -52,7 +52,7 @@ class TextEncoder:
         lengths: Tokens that a text is cut to, by role; None is the model's own limit.
         prompts: Prompt before every text, by role.
         precision: Of encoding, "fp32" or "amp_bf16" (autocast); embeddings are float32 in any case.
-        notes: Warnings for the user: weights drawn at random, a Normalize module that could not be removed.
+        notes: Warnings: weights drawn at random, a Normalize module that could not be removed.
     """
 
     encoder: Any
@@ -121,20 +121,16 @@ class TextEncoder:
         rows = torch.zeros(len(texts), encoded.shape[1] if some else self.dim)
         if some:
             rows[some] = encoded.float().cpu()
-        bad = torch.nonzero(~rows.isfinite().all(dim=1)).flatten()
-        if len(bad):
-            raise UserError(
-                f"--model {printable(self.name)}: {len(bad)} embeddings are not finite, the first of "
-                f"{role} {int(bad[0])}: {printable(texts[int(bad[0])], 60)}"
-            )
+        bad = (~rows.isfinite().all(dim=1)).nonzero().flatten().tolist()
+        if bad:
+            first = f"the first of {role} {bad[0]}: {printable(texts[bad[0]], 60)}"
+            raise UserError(f"--model {printable(self.name)}: {len(bad)} embeddings are not finite, {first}")
         return rows
 
     def _without_tokens(self, texts: Sequence[str]) -> set[str]:
         """Blank texts without any token; none for a tokenizer that adds begin or end tokens."""
         blank = sorted({text for text in texts if not text.strip()})
-        if not blank:
-            return set()
-        mask = self.encoder.preprocess(["a", *blank]).get("attention_mask")
+        mask = self.encoder.preprocess(["a", *blank]).get("attention_mask") if blank else None
         return set() if mask is None else {t for t, some in zip(blank, mask[1:].any(dim=1), strict=True) if not some}
 
 
@@ -321,8 +317,7 @@ def cached(name: str) -> Path | None:
 def find_file(source: str, file: str) -> Path | None:
     """The path of a file in a folder or hub repository; None where there is none."""
     if Path(source).is_dir():
-        path = Path(source) / file
-        return path if path.is_file() else None
+        return path if (path := Path(source) / file).is_file() else None
     from sentence_transformers.util import load_file_path
 
     for repository in _repositories(source):

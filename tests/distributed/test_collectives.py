@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations, product
-from multiprocessing import set_forkserver_preload
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mmclip.config import LossConfig
-from mmclip.distributed import average_, gather_rows, start, world
+from mmclip.distributed import all_sum, average_, gather_rows, start, world
 from mmclip.errors import UserError
 from mmclip.losses import ContrastiveLoss, clip_loss, contrastive_cross_entropy, mask_from_ids, tiled
 from mmclip.losses.schedule import exponents_at, i2t_weight_at, start_exponents
 from mmclip.roles import SCALE_INIT, Direction, Exponents, Normalization, Positives, direction_weights
 from mmclip.similarity import magnitude
-from tests.helpers.naive import known_positives
+from tests.helpers.naive import CLIP_LOSSES, known_positives
+from tests.helpers.ranks import off, run_ranks, worst
 
 SIZES = {2: (7, 4), 4: (5, 0, 4, 2)}  # pairs of each rank
 MORE = {"image": {2: (3, 2), 4: (0, 1, 4, 0)}, "text": {2: (2, 7), 4: (6, 3, 0, 0)}}  # and negatives
 IMAGE_ID = torch.tensor([0, 1, 2, 0, 3, 4, 5, 1, 0, 5, 3])
 TEXT_ID = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 2, 8, 8])
-LOSSES = {"sym": ("sym", None), "sym 0.3": ("sym", 0.3), "asym-i2t": ("asym-i2t", None), "asym-t2i": ("asym-t2i", None)}
 STEPS, SCALE_MAX = 3, 0.9 * SCALE_INIT
 TOWERS = {f"{side}.{name}" for side in ("image", "text") for name in ("0.weight", "0.bias", "2.weight")}
 Found = dict[str, Tensor]  # losses, gradients and norm statistics by name
@@ -39,12 +38,12 @@ class Case(NamedTuple):
     focal: float = 0.0
 
     def build(self, gather: bool = True, **how: Any) -> ContrastiveLoss:
-        name, weight = LOSSES[self.loss]
+        name, weight = CLIP_LOSSES[self.loss]
         return clip_loss(name, self.norm, weight, self.positives, self.focal, gather=gather, **how).double()
 
 
 POLICIES = (("mask", 0.0), ("multi", 2.0), ("none", 0.0))
-CASES = [Case(loss, n.value, *policy) for loss, n, policy in product(LOSSES, Normalization, POLICIES)]
+CASES = [Case(loss, n.value, *policy) for loss, n, policy in product(CLIP_LOSSES, Normalization, POLICIES)]
 STEP_CASES = [Case(loss, n.value) for loss, n in product(("sym 0.3", "asym-i2t"), Normalization)]
 
 
@@ -119,14 +118,8 @@ def one_step(case: Case, ranks: int) -> Found:
     for side, x in negatives.items():
         whole = found[f"more {side}"] = torch.zeros_like(joint[side])
         whole[share(MORE[side])] = 0 if x.grad is None else x.grad / world()[1]
-        whole.copy_(sum_over_ranks(whole))
+        whole.copy_(all_sum(whole))
     return found
-
-
-def sum_over_ranks(x: Tensor) -> Tensor:
-    if world()[1] > 1:
-        dist.all_reduce(x)
-    return x
 
 
 def several_steps(case: Case) -> Found:
@@ -174,9 +167,6 @@ def gathered_and_back() -> tuple[Tensor, Tensor]:
     mine = torch.tensor([[10.0 * rank + k] for k in range(SIZES[ranks][rank])]).reshape(-1, 1).requires_grad_()
     rows = gather_rows(mine)
     return rows.detach(), torch.autograd.grad(rows.square().sum() / 2, mine)[0]
-
-
-# --- planted faults and bytes -----------------------------------------------------------------------------------------
 
 
 def plain_gather(rows: Tensor) -> Tensor:
@@ -236,51 +226,30 @@ def sent(gather: bool) -> float:
     return total / (8 * 4096 * 4 * (world()[1] - 1))
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def on_rank(rank: int, folder: str, ranks: int) -> None:
-    torch.set_num_threads(1)
+def on_rank(folder: Path) -> dict[str, Any]:
+    ranks = world()[1]
     # ranks have different numbers of blocks, and none waits for another's
     tiled.ROWS, tiled.BLOCK["cpu"], tiled.PIECE["cpu"], tiled.STRIP["cpu"] = 2, 1, 3, 1
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    try:
-        found: dict[str, Any] = {"one": {tuple(c): one_step(c, ranks) for c in CASES}}
-        found["steps"] = {tuple(c): several_steps(c) for c in STEP_CASES}
-        found["scheduled"], found["rows"] = scheduled_steps(), gathered_and_back()
-        if 0 not in SIZES[ranks]:
-            found["faulty"] = {(n.value, own): faulty(n.value, own) for n, own in product(Normalization, (False, True))}
-        found["sent"] = [sent(True), sent(False)]
-        torch.save(found, f"{folder}/rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    found: dict[str, Any] = {"one": {tuple(c): one_step(c, ranks) for c in CASES}}
+    found["steps"] = {tuple(c): several_steps(c) for c in STEP_CASES}
+    found["scheduled"], found["rows"], found["sent"] = scheduled_steps(), gathered_and_back(), [sent(True), sent(False)]
+    if 0 not in SIZES[ranks]:
+        found["faulty"] = {(n.value, own): faulty(n.value, own) for n, own in product(Normalization, (False, True))}
+    return found
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda n: f"{n} ranks")
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found, all cases in one start."""
-    folder, ranks = tmp_path_factory.mktemp("ranks"), request.param
-    set_forkserver_preload(["torch._dynamo"])  # an optimizer imports it
-    mp.start_processes(on_rank, args=(str(folder), ranks), nprocs=ranks, start_method="forkserver")
-    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
-
-
-def error(got: Tensor, expected: Tensor) -> float:
-    assert got.shape == expected.shape and got.isfinite().all() and expected.isfinite().all()
-    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
-
-
-def errors(found: Found, expected: Found) -> Iterator[tuple[float, str]]:
-    assert found.keys() == expected.keys()
-    return ((error(found[name], value), name) for name, value in expected.items())
+    return run_ranks(on_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def test_uneven_ranks_have_the_joint_batchs_loss_gradients_and_norm_statistics(run: list[dict[str, Any]]) -> None:
     joint = {c: one_step(c, len(run)) for c in CASES}
     for rank, found in enumerate(run):
         for case, expected in joint.items():
-            worst, name = max(errors(found["one"][case], expected))
-            assert worst <= 1e-11, f"rank {rank}, {case}: {name} is off by {worst:.1e}"
+            far, name = worst(found["one"][case], expected)
+            assert far <= 1e-11, f"rank {rank}, {case}: {name} is off by {far:.1e}"
     for case, found in joint.items():  # and the joint batch has all that ranks could get wrong
         trained = {d.value for d, weight in case.build().weights.items() if weight > 0}
         expected = TOWERS | {f"similarity.logit_scale_{d}" for d in trained}
@@ -306,8 +275,8 @@ def test_ranks_stay_equal_to_the_last_bit_and_end_where_one_process_ends(run: li
         assert all(torch.equal(first[n], other[n]) for other in others for n in first | other), (
             f"{case}: ranks diverged"
         )
-        worst, name = max(errors(first, several_steps(case)))
-        assert worst <= 1e-11, f"{case}: {name} is off by {worst:.1e} after {STEPS} steps"
+        far, name = worst(first, several_steps(case))
+        assert far <= 1e-11, f"{case}: {name} is off by {far:.1e} after {STEPS} steps"
         for d in ("i2t", "t2i"):
             log_alpha, stats = (first[f"similarity.{name}_{d}"] for name in ("logit_scale", "length_factors"))
             # alpha begins 11 % above this, and three steps of 1 % would not bring it below: the clamp has acted
@@ -318,8 +287,8 @@ def test_a_scheduled_run_on_uneven_ranks_is_that_of_one_process(run: list[dict[s
     first, *others = (found["scheduled"] for found in run)
     assert all(torch.equal(first[n], other[n]) for other in others for n in first | other), "the ranks diverged"
     expected = scheduled_steps()
-    worst, name = max(errors(first, expected))
-    assert worst <= 1e-10, f"{name} is off by {worst:.1e}"
+    far, name = worst(first, expected)
+    assert far <= 1e-10, f"{name} is off by {far:.1e}"
     assert "1 similarity.logit_scale_t2i grad" in expected and "0 similarity.logit_scale_t2i grad" not in expected
     assert {"log_length_image", "log_length_text"} <= expected.keys()
 
@@ -330,14 +299,14 @@ def test_a_gather_without_gradient_fails_the_comparison(run: list[dict[str, Any]
         expected = trained.backward(0) | trained.gradients()
         for found in run:
             plain, local = (found["faulty"][norm.value, own] for own in (False, True))
-            assert error(plain["loss"], expected["loss"]) <= 1e-12, "the loss itself does not show the fault"
+            assert off(plain["loss"], expected["loss"]) <= 1e-12, "the loss itself does not show the fault"
             for name in sorted(TOWERS):
                 # a row has a gradient on its own rank only, and DDP divides that by the number of ranks
-                assert error(plain[name], expected[name]) == pytest.approx(1 - 1 / len(run))
+                assert off(plain[name], expected[name]) == pytest.approx(1 - 1 / len(run))
                 if name.startswith("image"):  # where a rank scores its own queries, their tower is right
-                    assert error(local[name], expected[name]) <= 1e-11
+                    assert off(local[name], expected[name]) <= 1e-11
                 else:  # and the documents' is no multiple of right
-                    assert error(local[name], expected[name]) > 0.02
+                    assert off(local[name], expected[name]) > 0.02
                     assert nn.functional.cosine_similarity(local[name].ravel(), expected[name].ravel(), dim=0) < 0.9999
 
 
@@ -354,11 +323,6 @@ def test_one_side_is_sent_and_its_gradient_sent_back(run: list[dict[str, Any]]) 
         one, both = found["sent"]
         assert 2 <= one < 2.05, "one side and its gradient"
         assert both > 1.9 * one
-
-
-def test_a_single_process_gathers_nothing() -> None:
-    x = torch.randn(3, 2, requires_grad=True)
-    assert gather_rows(x) is x
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:9", "gpu", "meta"])

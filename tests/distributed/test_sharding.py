@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 from mmclip import load_model
@@ -17,18 +14,8 @@ from mmclip.commands import train as run
 from mmclip.config import TrainConfig
 from mmclip.distributed import fsdp as sharding
 from mmclip.errors import UserError
-from tests.helpers.comparing import off, worst
-from tests.helpers.sharded import (
-    CASES,
-    EXACT,
-    SECONDS,
-    SPLIT,
-    Found,
-    built,
-    config,
-    continued,
-    on_rank,
-)
+from tests.helpers.ranks import Found, off, run_ranks, worst
+from tests.helpers.sharded import CASES, EXACT, FLOOR, SPLIT, built, config, continued, on_rank
 from tests.integration.test_run_distributed import torchrun
 
 
@@ -42,18 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Found]:
-    """What both ranks found; they are ended where one hangs."""
-    set_forkserver_preload(["torch._dynamo"])
-    context = mp.start_processes(on_rank, args=(str(folder),), nprocs=2, join=False, start_method="forkserver")
-    assert context is not None
-    end = time.monotonic() + 3 * SECONDS
-    try:
-        while not context.join(timeout=1):  # it comes back at a rank's end, too
-            assert time.monotonic() < end, "a rank hangs"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(2)]
+    return run_ranks(on_rank, 2, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +48,7 @@ def test_gradients_numbers_and_states_are_ddps(ranks: list[Found], name: str) ->
 
 
 def same(got: Found, expected: Found, bound: float = EXACT) -> None:
-    far, name = worst(got, expected)
+    far, name = worst(got, expected, FLOOR)
     assert far <= bound, f"{name} is off by {far:.1e}"
 
 
@@ -95,7 +71,7 @@ def test_ranks_hold_half_of_parameters_gradients_and_moments(ranks: list[Found])
 def test_a_checkpoint_is_taken_up_with_and_without(ranks: list[Found], how: str) -> None:
     unbroken = ranks[0]["locked"]["fsdp"]
     same(ranks[0]["continued"][how], unbroken["last"])
-    assert worst(unbroken["last"], unbroken["state"])[0] > 1e-2, "it went on"
+    assert worst(unbroken["last"], unbroken["state"], FLOOR)[0] > 1e-2, "it went on"
 
 
 def test_one_process_takes_up_the_checkpoint(ranks: list[Found], folder: Path) -> None:

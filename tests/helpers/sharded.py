@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import json
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,15 +30,14 @@ from mmclip.models.factory import ClipModel, build_model
 from mmclip.training.checkpoint import restore
 from mmclip.training.clip_task import ClipTask
 from mmclip.training.step import NotFinite, TrainStep
+from tests.helpers.ranks import Found
 from tests.helpers.steps import LiveSource
 from tests.helpers.tiny import MODEL
 
 SPLIT = (10, 7)  # rows of each rank: three parts of four and two, which passes of all processes cannot be
 STEPS = 2  # before the checkpoint; one more comes behind it
-SECONDS = 60  # that a rank waits for the other
 WORDS = 60
 EXACT, FLOOR = 1e-8, 1e-6
-Found = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -258,21 +256,12 @@ def summed(folder: Path) -> Found:
     return gradients(s)
 
 
-def on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
-    try:
-        place = Path(folder)
-        ways = {"ddp": False, "fsdp": True}
-        found: Found = {n: {w: several_steps(place, c, fsdp) for w, fsdp in ways.items()} for n, c in CASES.items()}
-        if rank == 0:
-            torch.save(found["locked"]["fsdp"]["state"], place / "checkpoint.pt")
-        dist.barrier()
-        found["continued"] = {w: continued(place, CASES["locked"], fsdp) for w, fsdp in ways.items()}
-        found["not finite"] = {w: not_finite(place, fsdp) for w, fsdp in ways.items()}
-        found["filled"] = filled(place)
-        found["summed"] = summed(place)
-        torch.save(found, f"{folder}/rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def on_rank(place: Path) -> Found:
+    ways = {"ddp": False, "fsdp": True}
+    found: Found = {n: {w: several_steps(place, c, fsdp) for w, fsdp in ways.items()} for n, c in CASES.items()}
+    if dist.get_rank() == 0:
+        torch.save(found["locked"]["fsdp"]["state"], place / "checkpoint.pt")
+    dist.barrier()
+    found["continued"] = {w: continued(place, CASES["locked"], fsdp) for w, fsdp in ways.items()}
+    found["not finite"] = {w: not_finite(place, fsdp) for w, fsdp in ways.items()}
+    return found | {"filled": filled(place), "summed": summed(place)}

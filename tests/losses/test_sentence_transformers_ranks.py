@@ -1,24 +1,23 @@
 """Two gloo ranks with uneven rows against one process on the joint batch, in float64.
 
-Error of a tensor: max|ranks - reference| / max|reference|. The model is wrapped as SentenceTransformerTrainer wraps it:
+The model is wrapped as SentenceTransformerTrainer wraps it:
 the loss's model alone, so alpha and gamma stay outside DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 from itertools import product
-from multiprocessing import set_forkserver_preload
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mmclip.distributed.collectives import world
 from mmclip.losses.sentence_transformers import CachedRoleRankingLoss, RoleRankingLoss
 from mmclip.roles import Normalization, direction_weights
+from tests.helpers.ranks import off, run_ranks, worst
 
 SIZES = (4, 3)  # rows of each rank
 IDS = torch.tensor([[0, 0, 6], [1, 1, 5], [2, 2, 4], [0, 3, 1], [3, 4, 0], [1, 5, 3], [4, 0, 2]])
@@ -48,6 +47,8 @@ CASES = [
         ("q2d", "d2q", "both"), Normalization, (("mask", False), ("mask", True), ("multi", False))
     )
 ]
+
+APART = [c for c in CASES if c.positives == "mask"]
 
 
 class Encoder(nn.Sequential):
@@ -97,30 +98,16 @@ def several_steps(case: Case, hooks: bool = True, **settings: Any) -> Found:
     return found | {n.replace(".module", ""): t for n, t in loss.state_dict().items()}
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(SIZES))
-    try:
-        found = {"gathered": {tuple(c): several_steps(c, gather_across_devices=True) for c in CASES}}
-        apart = [c for c in CASES if c.positives == "mask"]
-        found["apart"] = {tuple(c): several_steps(c) for c in apart}
-        found["no hooks"] = {tuple(c): several_steps(c, hooks=False) for c in apart if c.norm == "learned"}
-        torch.save(found, f"{folder}/rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def on_rank(_: Path) -> dict[str, Any]:
+    found = {"gathered": {tuple(c): several_steps(c, gather_across_devices=True) for c in CASES}}
+    found["apart"] = {tuple(c): several_steps(c) for c in APART}
+    found["no hooks"] = {tuple(c): several_steps(c, hooks=False) for c in APART if c.norm == "learned"}
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[Any, Found]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    set_forkserver_preload(["torch._dynamo", "mmclip.losses.sentence_transformers"])  # what takes the time
-    mp.start_processes(_rank, args=(str(folder),), nprocs=len(SIZES), start_method="forkserver")
-    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(len(SIZES))]
-
-
-def error(got: Tensor, expected: Tensor) -> float:
-    assert got.shape == expected.shape and got.isfinite().all() and expected.isfinite().all()
-    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+    return run_ranks(on_rank, len(SIZES), tmp_path_factory.mktemp("ranks"))
 
 
 def test_uneven_ranks_that_gather_are_one_process_with_the_joint_batch(ranks: list[dict[str, Any]]) -> None:
@@ -133,11 +120,9 @@ def test_uneven_ranks_that_gather_are_one_process_with_the_joint_batch(ranks: li
         assert len(own) == 4
         for rank, found in enumerate(ranks):
             got = found["gathered"][tuple(case)]
-            assert got.keys() == expected.keys()
-            known = [n for n in expected if not expected[n].isnan().all()]
-            assert all(got[n].isnan().all() for n in expected if n not in known)
-            worst, name = max((error(got[n], expected[n]), n) for n in known)
-            assert worst <= 1e-10, f"rank {rank}, {' '.join(map(str, case))}: {name} is off by {worst:.1e}"
+            unknown = {n for n in expected if expected[n].isnan().all() and got[n].isnan().all()}
+            far, name = worst(*({n: t for n, t in of.items() if n not in unknown} for of in (got, expected)))
+            assert far <= 1e-10, f"rank {rank}, {' '.join(map(str, case))}: {name} is off by {far:.1e}"
             assert all(expected[n].abs().max() > 1e-6 for n in expected if "grad" in n)
 
 
@@ -146,14 +131,14 @@ def test_without_gathering_each_rank_has_its_own_candidates_and_all_share_alpha_
 ) -> None:
     """Gradients are the mean of the ranks' own: one process that takes the ranks' batches by turns, in which alpha is
     set and lengths are seen by the joint batch."""
-    for case in (c for c in CASES if c.positives == "mask"):
+    for case in APART:
         first, second = (found["apart"][tuple(case)] for found in ranks)
         own = {f"{s} {h} loss" for s in range(STEPS) for h in range(2)}
         parted = [n for n in first if not torch.equal(first[n].nan_to_num(7), second[n].nan_to_num(7))]
         assert set(parted) == own, f"{' '.join(map(str, case))}: the ranks parted in {parted}"
         expected = by_turns(case)
-        worst, name = max((error(first[n], value), n) for n, value in expected.items())
-        assert worst <= 1e-10, f"{' '.join(map(str, case))}: {name} is off by {worst:.1e}"
+        far, name = worst({n: first[n] for n in expected}, expected)
+        assert far <= 1e-10, f"{' '.join(map(str, case))}: {name} is off by {far:.1e}"
 
 
 def by_turns(case: Case) -> Found:
@@ -173,6 +158,6 @@ def by_turns(case: Case) -> Found:
 
 
 def test_without_the_hook_gamma_would_part(ranks: list[dict[str, Any]]) -> None:
-    for case in (c for c in CASES if c.norm == "learned" and c.positives == "mask"):
+    for case in (c for c in APART if c.norm == "learned"):
         first, second = (found["no hooks"][tuple(case)] for found in ranks)
-        assert error(first["loss.similarity.gamma_hat_d"], second["loss.similarity.gamma_hat_d"]) > 1e-6
+        assert off(first["loss.similarity.gamma_hat_d"], second["loss.similarity.gamma_hat_d"]) > 1e-6

@@ -1,4 +1,4 @@
-"""Text models: raw vectors, Normalize off, roles, folders that are damaged or hostile."""
+"""Text encoders: raw vectors, Normalize off, roles, weights; folders that are damaged or hostile."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mmclip.config import TextModelConfig
 from mmclip.errors import UserError
 from mmclip.models import text_encoder
 from mmclip.models.export import export_text
-from mmclip.models.text_encoder import load_text_model, read_text_metadata, resolve_model
+from mmclip.models.text_encoder import load_text_model, read_text_metadata, resolve_model, text_precision
 from tests.helpers.texts import WORDS, make_bert, make_decoder
 
 TEXTS = [" ".join(WORDS[i : i + 1 + i % 5]) for i in range(12)]
@@ -83,26 +85,20 @@ def test_a_plain_folder_is_pooled_as_asked(tmp_path: Path, pooling: str) -> None
     assert "no pooling" in refusal(plain) and "mean, cls, lasttoken" in refusal(plain)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", ["lasttoken", None])
-def test_a_decoder_gives_a_text_one_vector_alone_and_in_any_batch(
-    tmp_path: Path, side: str, pooling: str | None
+def test_a_decoder_gives_a_text_one_vector_alone_in_any_batch_and_padded_on_any_side(
+    tmp_path: Path, pooling: str | None
 ) -> None:
-    folder = make_decoder(tmp_path / side, pooling=pooling, padding_side=side)
-    model = load_text_model(str(folder), pooling=None if pooling else "lasttoken")
-    assert model.encoder.tokenizer.padding_side == side
-    batch = model.encode(TEXTS, "document", batch_size=len(TEXTS))
-    alone = torch.cat([model.encode([text], "document") for text in TEXTS])
-    torch.testing.assert_close(batch, alone, atol=1e-5, rtol=1e-5)
-    assert batch.norm(dim=1).std() > 0.05 and len(batch.unique(dim=0)) == len(set(TEXTS))
-
-
-def test_both_padding_sides_give_one_vector(tmp_path: Path) -> None:
-    found = [
-        load_text_model(str(make_decoder(tmp_path / side, padding_side=side))).encode(TEXTS, "query")
-        for side in ("left", "right")
-    ]
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    found = []
+    for side in ("left", "right"):
+        folder = make_decoder(tmp_path / side, pooling=pooling, padding_side=side)
+        model = load_text_model(str(folder), pooling=None if pooling else "lasttoken")
+        assert model.encoder.tokenizer.padding_side == side
+        found.append(model.encode(TEXTS, "document", batch_size=len(TEXTS)))
+        found.append(torch.cat([model.encode([text], "document") for text in TEXTS]))
+        assert found[0].norm(dim=1).std() > 0.05 and len(found[0].unique(dim=0)) == len(set(TEXTS))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-5)
 
 
 def test_prompts_and_lengths_follow_the_role(tmp_path: Path) -> None:
@@ -142,12 +138,6 @@ def test_only_final_normalize_modules_go(copy: Path) -> None:
     assert raw.norm(dim=1).std() > 1e-3
 
 
-def test_a_model_without_pooling_is_named(copy: Path) -> None:
-    modules = json.loads((copy / "modules.json").read_text())
-    (copy / "modules.json").write_text(json.dumps(modules[:1]))
-    assert "no pooling among its modules" in refusal(copy)
-
-
 @pytest.mark.parametrize("kind", ["spy.Spy", "os.system", "sentence_transformers.nowhere.Spy"])
 def test_modules_of_others_do_not_run(copy: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy / "spy.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\nclass Spy: pass\n")
@@ -158,7 +148,11 @@ def test_modules_of_others_do_not_run(copy: Path, kind: str, monkeypatch: pytest
     assert not (copy / "ran").exists()
 
 
-def test_a_config_with_code_does_not_run(copy: Path) -> None:
+def test_a_config_with_code_does_not_run_and_a_model_without_pooling_is_named(copy: Path) -> None:
+    modules = (copy / "modules.json").read_text()
+    (copy / "modules.json").write_text(json.dumps(json.loads(modules)[:1]))
+    assert "no pooling among its modules" in refusal(copy)
+    (copy / "modules.json").write_text(modules)
     (copy / "spy.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\n")
     edit(copy / "config.json", model_type="unheard-of", auto_map={"AutoConfig": "spy.C", "AutoModel": "spy.M"})
     (copy / "modules.json").rename(copy / "no_modules.json")
@@ -170,10 +164,10 @@ def test_a_config_with_code_does_not_run(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["modules.json", "config.json", "model.safetensors", "1_Pooling/config.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
-def test_damaged_folders_are_one_line(copy: Path, file: str, content: bytes) -> None:
-    (copy / file).write_bytes(content)
-    assert "--model" in refusal(copy)
+def test_damaged_folders_are_one_line(copy: Path, file: str) -> None:
+    for content in (b"", b"{", b"[]", b"\xff\xfe\x00"):
+        (copy / file).write_bytes(content)
+        assert "--model" in refusal(copy)
 
 
 def test_empty_texts_have_a_vector(bert: Path, decoder: Path, tmp_path: Path) -> None:
@@ -215,19 +209,25 @@ def test_what_is_saved_is_loaded_by_sentence_transformers_and_by_a_run(bert: Pat
     torch.testing.assert_close(again.encode(TEXTS, "document"), raw)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
+def test_damaged_metadata_are_one_line(copy: Path) -> None:
+    for content, message in (
         ('{"gamma_d": "much"}', 'gamma_d is "much": expected a number from 0 to 1'),
-        ('{"gamma_q": NaN}', "NaN is not a finite number"),
         ('{"norm": 3}', "norm is 3: expected a text"),
-        ("[1]", "a JSON object is expected"),
         ("{", "not readable as JSON"),
-    ],
-)
-def test_damaged_facts_are_one_line(copy: Path, content: str, told: str) -> None:
-    (copy / "mmclip.json").write_text(content)
-    assert told in refusal(copy)
+    ):
+        (copy / "mmclip.json").write_text(content)
+        assert message in refusal(copy)
+
+
+def test_texts_are_cut_as_in_training_unless_settings_say_otherwise(bert: Path, tmp_path: Path) -> None:
+    base = load_text_model(str(bert))
+    for lengths in ({"query": 8, "document": 12}, None, "long", {"query": "8"}, {"query": -1, "document": None}):
+        export_text(tmp_path / "model", base, FACTS | {"lengths": lengths})
+        model = load_text_model(TextModelConfig(model=str(tmp_path / "model"), document_length=10), torch.device("cpu"))
+        trained = 8 if lengths == {"query": 8, "document": 12} else base.encoder.max_seq_length
+        assert [model.length_of(role) for role in ("query", "document")] == [trained, 10]
+        assert model.tokens(["w " * 90], "document")["input_ids"].shape[1] == 10
+        assert model.tokens(["w " * 90], "query")["input_ids"].shape[1] == trained
 
 
 @pytest.fixture
@@ -288,3 +288,63 @@ def test_minilm_vectors_are_stock_ones_before_their_normalize(shared: Path) -> N
     stock = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
     torch.testing.assert_close(torch.nn.functional.normalize(raw), torch.from_numpy(stock.encode(texts)))
     assert raw.norm(dim=1).std() > 0.05
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_half_precision_checkpoints_are_float32_and_autocast_is_an_option(copy: Path) -> None:
+    assert [text_precision("auto", torch.device(d)) for d in ("cpu", "cuda", "mps")] == ["fp32", "amp_bf16", "fp32"]
+    assert text_precision("fp32", torch.device("cuda")) == "fp32"
+    whole = load_text_model(str(copy)).encode(TEXTS, "query")
+    weights = load_file(copy / "model.safetensors")
+    save_file({k: v.half() for k, v in weights.items()}, copy / "model.safetensors", metadata={"format": "pt"})
+    edit(copy / "config.json", dtype="float16")
+    model = load_text_model(str(copy))
+    assert {p.dtype for p in model.encoder.parameters()} == {torch.float32}
+    found = model.encode(TEXTS, "query")
+    torch.testing.assert_close(found, whole, atol=0.02, rtol=0.02)
+    rough = load_text_model(str(copy), precision="amp_bf16").encode(TEXTS, "query")
+    assert rough.dtype == torch.float32 and not torch.equal(rough, found)
+    torch.testing.assert_close(rough, found, atol=0.2, rtol=0.1)
+
+
+def test_random_weights_follow_the_seed_and_need_no_weights(copy: Path, decoder: Path, tmp_path: Path) -> None:
+    before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
+    first, same, other = (
+        load_text_model(str(copy), random_init=True, seed=s).encode(TEXTS, "query") for s in (1, 1, 2)
+    )
+    torch.testing.assert_close(first, same, atol=0, rtol=0)
+    assert (first - other).abs().max() > 0.01
+    assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
+    (copy / "model.safetensors").unlink()
+    bare = load_text_model(str(copy), random_init=True, seed=1)
+    torch.testing.assert_close(bare.encode(TEXTS, "query"), first, atol=0, rtol=0)
+    assert bare.notes == [] and "cannot be loaded" in refusal(copy)
+
+    plain = make_decoder(tmp_path / "plain", pooling=None)
+    for folder, pooling in ((decoder, None), (plain, "lasttoken")):
+        a, b = (load_text_model(str(folder), pooling=pooling, random_init=True, seed=s) for s in (1, 2))
+        assert (a.encode(TEXTS, "query") - b.encode(TEXTS, "query")).abs().max() > 1e-3
+
+
+def test_random_weights_reach_what_follows_the_transformer(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_dense(copy)
+    first, same, other = (
+        load_text_model(str(copy), random_init=True, seed=s).encoder[2].state_dict() for s in (1, 1, 2)
+    )
+    assert torch.equal(first["linear.weight"], same["linear.weight"])
+    assert not torch.equal(first["linear.weight"], other["linear.weight"])
+    monkeypatch.setattr(text_encoder, "hub_answers", lambda name: True)
+    assert "--random-init needs a folder" in refusal("org/name", random_init=True)
+
+
+def test_weights_that_a_checkpoint_lacks_are_noted(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    lost = next(k for k in weights if "intermediate" in k)
+    save_file({k: v for k, v in weights.items() if k != lost}, copy / "model.safetensors", metadata={"format": "pt"})
+    model = load_text_model(str(copy))
+    assert len(model.notes) == 1 and lost.rsplit(".", 2)[1] in model.notes[0]
+    weights[lost].fill_(float("nan"))
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in refusal(copy)
