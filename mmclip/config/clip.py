@@ -163,16 +163,13 @@ class ModelConfig(Config):
     """Run a locked trunk once over the data and train on its outputs (evaluation transform, no augmentation)."""
     cache_dir: str = "data/cache"  # Folder of cached trunk features.
 
-    excludes = {
-        ("pretrained", "init_from"): "both bring every weight",
-    }
+    excludes = {("pretrained", "init_from"): "both bring every weight"}
 
     def check(self) -> None:
         if self.cache_features and not (self.lock_image or self.lock_text):
             raise UserError("--cache-features needs a locked trunk: add --lock-image, --lock-text or both")
         if self.pretrained is not None and self.model.startswith("local-dir:"):
-            both = f"{self.as_flag('pretrained')} beside {self.as_flag('model')}"
-            raise UserError(f"{both}: a local-dir brings its own weights; give one of the two")
+            self.exclude("pretrained", "model", "a local-dir brings its own weights")
         if self.init_from is None:
             check_model(self.model, self.pretrained)
         else:  # ``model`` is what that run was trained from, and no trunks are set

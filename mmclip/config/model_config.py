@@ -15,29 +15,22 @@ WEIGHT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
 MAX_JSON_BYTES = 1_000_000  # a model config has a kilobyte
 # The largest value of each number that sizes a tower, far above any CLIP's: more is a slip or an attack.
-MAX_SIZES = {
-    "embed_dim": 65_536,
-    "image_size": 4_096,
-    "patch_size": 4_096,
-    "width": 65_536,
-    "head_width": 65_536,
-    "heads": 4_096,
-    "layers": 1_000,
-    "context_length": 16_384,
-    "vocab_size": 10_000_000,
-    "mlp_ratio": 100,
-    "attn_pooler_queries": 16_384,
-    "attn_pooler_heads": 4_096,
+_LIMITS = {
+    65_536: "embed_dim width head_width",
+    4_096: "image_size patch_size heads attn_pooler_heads",
+    16_384: "context_length attn_pooler_queries",
+    1_000: "layers",
+    10_000_000: "vocab_size",
+    100: "mlp_ratio",
 }
+MAX_SIZES = {name: limit for limit, names in _LIMITS.items() for name in names.split()}
 _TEXTS = ("loss", "norm", "positives")
 _SHARES = ("gamma_q", "gamma_d", "i2t_weight", "i2t_weight_end")
 MAX_PATCHES = 16_384  # attention costs their square
 
 
 def check_model(model: str, pretrained: str | None) -> None:
-    """Check a --model and --pretrained without loading anything.
-
-    Registered names and tags are checked by ``mmclip.models.build_model``, before any weight is read.
+    """Check a --model and --pretrained without loading anything; names and tags of open_clip are checked when built.
 
     Raises:
         UserError: The model config is missing or damaged, the model is a CoCa, the checkpoint file does not exist.
@@ -56,10 +49,8 @@ def names_a_file(pretrained: str) -> bool:
 def refuse_coca(model: str, config: dict[str, Any]) -> None:
     """Refuse CoCa models, whose caption decoder would stay untrained beside a contrastive loss."""
     if "multimodal_cfg" in config or model.lower().startswith("coca"):
-        raise UserError(
-            f"--model {printable(model)}: CoCa models are not supported (mmclip trains the two contrastive "
-            "towers, never a caption decoder); take a CLIP or SigLIP model"
-        )
+        raise UserError(f"--model {printable(model)}: CoCa models are not supported (mmclip trains the two contrastive "
+                        "towers, never a caption decoder); take a CLIP or SigLIP model")  # fmt: skip
 
 
 def read_model_config(model: str) -> dict[str, Any] | None:
@@ -87,13 +78,10 @@ def read_model_config(model: str) -> dict[str, Any] | None:
     config = {"preprocess_cfg": {}, **loaded}
     _check_objects(path, config, ("model_cfg", "preprocess_cfg"))
     _check_objects(path, config["model_cfg"], ("vision_cfg", "text_cfg"))
-    for side, name in (
-        ("vision_cfg", "timm_model_name"),
-        ("text_cfg", "hf_model_name"),
-        ("text_cfg", "hf_tokenizer_name"),
-    ):
-        if not isinstance(value := config["model_cfg"][side].get(name), str | None):
-            raise UserError(f"{path}: {name} is {shown(value)}, not a name")
+    for side, names in {"vision_cfg": ["timm_model_name"], "text_cfg": ["hf_model_name", "hf_tokenizer_name"]}.items():
+        for name in names:
+            if not isinstance(value := config["model_cfg"][side].get(name), str | None):
+                raise UserError(f"{path}: {name} is {shown(value)}, not a name")
     check_sizes(str(path), config["model_cfg"])
     return config
 
@@ -115,10 +103,14 @@ def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
             listed = part is vision and isinstance(part[name], list)
             if listed and name != "layers" and (name != "image_size" or len(part[name]) != 2):
                 raise UserError(f"{where}: {name} is a list: expected a number, or [height, width] of an image")
+            kind, types = (
+                ("number above 0, at most", int | float) if name == "mlp_ratio" else ("whole number from 1 to", int)
+            )
             for value in part[name] if listed else [part[name]]:
-                if value is not None:  # null: not said; open_clip's ResNets have no patch_size
-                    _check_size(where, name, value)
-    patches, weights = _patches_and_weights(model_cfg)
+                fits = isinstance(value, types) and not isinstance(value, bool) and 0 < value <= MAX_SIZES[name]
+                if value is not None and not fits:  # null: not said; open_clip's ResNets have no patch_size
+                    raise UserError(f"{where}: {name} is {shown(value)}: expected a {kind} {MAX_SIZES[name]:,}")
+    patches, weights = _patches_and_weights(vision, text)
     if patches > MAX_PATCHES:
         raise UserError(f"{where}: images of {patches:,} patches: expected at most {MAX_PATCHES:,}")
     gigabytes = 4 * weights / 1e9
@@ -127,34 +119,28 @@ def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
         raise UserError(f"{where}: its weights would take {gigabytes:,.0f} GB at least; there are {memory:,.0f} GB")
 
 
-def _check_size(where: str, name: str, value: Any) -> None:
-    kind, kinds = ("number above 0, at most", int | float) if name == "mlp_ratio" else ("whole number from 1 to", int)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= MAX_SIZES[name]:
-        raise UserError(f"{where}: {name} is {shown(value)}: expected a {kind} {MAX_SIZES[name]:,}")
-
-
-def _patches_and_weights(model_cfg: dict[str, Any]) -> tuple[int, float]:
+def _patches_and_weights(vision: dict[str, Any], text: dict[str, Any]) -> tuple[int, float]:
     """(patches of an image, lower bound of the weights); (0, 0) where timm or Hugging Face defines the sizes."""
-    vision, text = ({k: v for k, v in model_cfg[s].items() if v is not None} for s in ("vision_cfg", "text_cfg"))
+
+    def size(tower: dict[str, Any], name: str, default: Any) -> Any:
+        return default if tower.get(name) is None else tower[name]
+
     patches, weights = 0, 0.0
-    if not vision.get("timm_model_name"):
-        width, patch, layers = vision.get("width", 768), vision.get("patch_size", 16), vision.get("layers", 12)
-        resnet = isinstance(layers, list)
-        weights += (sum(layers) if resnet else layers) * _block(vision, width)
-        if not resnet:
-            size = vision.get("image_size", 224)
-            height, length = size if isinstance(size, list) else (size, size)
+    for tower, width in ((vision, 768), (text, 512)):
+        if tower.get("timm_model_name" if tower is vision else "hf_model_name"):
+            continue
+        width, layers = size(tower, "width", width), size(tower, "layers", 12)
+        depth = sum(layers) if isinstance(layers, list) else layers
+        weights += depth * width**2 * (4 + 2 * size(tower, "mlp_ratio", 4.0))
+        if tower is text:
+            context = size(text, "context_length", 77)
+            weights += width * size(text, "vocab_size", 49_408) + context**2  # the causal mask
+        elif not isinstance(layers, list):  # a ResNet has no patches
+            side, patch = size(vision, "image_size", 224), size(vision, "patch_size", 16)
+            height, length = side if isinstance(side, list) else (side, side)
             patches = (height // patch) * (length // patch)
             weights += width * (patches + 3 * patch**2)
-    if not text.get("hf_model_name"):
-        width, context = text.get("width", 512), text.get("context_length", 77)
-        weights += text.get("layers", 12) * _block(text, width)
-        weights += width * text.get("vocab_size", 49_408) + context**2  # the causal mask
     return patches, weights
-
-
-def _block(tower: dict[str, Any], width: int) -> float:
-    return width**2 * (4 + 2 * tower.get("mlp_ratio", 4.0))
 
 
 def find_model_config(model: str) -> Path:
@@ -171,10 +157,8 @@ def export_folder(run: str) -> Path:
     for folder in (Path(run) / "model", Path(run)):
         if (folder / "open_clip_config.json").is_file():
             return folder
-    raise UserError(
-        f"--init-from {printable(run)}: no model there: the folder of a finished run, or its model folder, is expected "
-        "(one with open_clip_config.json)"
-    )
+    raise UserError(f"--init-from {printable(run)}: no model there: the folder of a finished run, or its model folder, "
+                    "is expected (one with open_clip_config.json)")  # fmt: skip
 
 
 def weights_of(folder: Path) -> Path | None:
@@ -185,20 +169,18 @@ def weights_of(folder: Path) -> Path | None:
 def read_metadata(folder: Path) -> dict[str, Any]:
     """mmclip.json of an exported model, {} for a folder without it (UserError for values of the wrong kind)."""
     path = folder / "mmclip.json"
-    if not path.is_file():
-        return {}
-    return check_metadata(read_json(path), str(path))
+    return check_metadata(read_json(path), str(path)) if path.is_file() else {}
 
 
 def check_metadata(metadata: dict[str, Any], where: str) -> dict[str, Any]:
     """Return ``metadata`` unchanged (UserError naming the file ``where`` for a value of the wrong kind)."""
     for name, value in metadata.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        expected = ""
-        if name in _SHARES and not (number and 0 <= value <= 1):
-            expected = "a number from 0 to 1"
-        elif "_scale" in name and value is not None and not (number and value > 0):
-            expected = "a number above 0"
+        expected = None
+        if name in _SHARES:
+            expected = None if number and 0 <= value <= 1 else "a number from 0 to 1"
+        elif "_scale" in name:
+            expected = None if value is None or (number and value > 0) else "a number above 0"
         elif name in _TEXTS and not isinstance(value, str):
             expected = "a text"
         if expected:

@@ -14,20 +14,10 @@ import os
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    NamedTuple,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, dataclass_transform
 
 import yaml
 
@@ -67,8 +57,6 @@ FolderName = Annotated[str, Check("a plain folder name, without slashes", re.com
 ExistingPath = Annotated[str, Check("an existing file or folder", lambda v: Path(v).exists())]
 ExistingFile = Annotated[str, Check("an existing file", lambda v: Path(v).is_file())]
 ExistingFolder = Annotated[str, Check("an existing folder", lambda v: Path(v).is_dir())]
-
-
 _ANY = Check("a number", lambda v: True)
 
 
@@ -96,17 +84,17 @@ class Flag(NamedTuple):
 
 def _flags(cls: type) -> dict[str, Flag]:
     """The fields of a config class by name, in their order."""
-    hints, flags = get_type_hints(cls, include_extras=True), {}
+    hints, flags = typing.get_type_hints(cls, include_extras=True), {}
     for field in dataclasses.fields(cls):
         section = next(c for c in reversed(cls.__mro__) if field.name in vars(c).get("__annotations__", {}))
         missing = field.default is dataclasses.MISSING
         default = field.default_factory() if missing else field.default  # type: ignore[operator]
         hint = hints[field.name]
-        optional = get_origin(hint) in (Union, types.UnionType)
-        hint = next(h for h in get_args(hint) if h is not types.NoneType) if optional else hint
-        many = get_origin(hint) is list
-        hint = get_args(hint)[0] if many else hint
-        kind, check = get_args(hint) if get_origin(hint) is Annotated else (hint, _ANY)
+        if optional := typing.get_origin(hint) in (Union, types.UnionType):
+            hint = next(h for h in typing.get_args(hint) if h is not types.NoneType)
+        if many := typing.get_origin(hint) is list:
+            (hint,) = typing.get_args(hint)
+        kind, check = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, _ANY)
         flags[field.name] = Flag(field.name, kind, check, many, optional, default, section)
     return flags
 
@@ -139,21 +127,23 @@ class Config:
                     valid = f"{flag.check.valid}{'' if finite else ', and a finite one'}"
                     raise UserError(f"{flag.options[0]} {printable(item, 100)}: expected {valid}")
         for base in reversed(type(self).__mro__):
-            own = vars(base)
-            for name, what in own.get("required", {}).items():
+            rules = vars(base)
+            for name, what in rules.get("required", {}).items():
                 if getattr(self, name) in (None, []):
                     raise UserError(f"{self.flags[name].options[0]} is missing: {what}")
-            for name, other in own.get("needs", {}).items():
+            for name, other in rules.get("needs", {}).items():
                 field, *values = other.split()
-                if self.is_set(name) and (getattr(self, field) not in values if values else not self.is_set(field)):
-                    needed = f"{self.flags[field].options[0]} {' or '.join(values)}".strip()
+                if self.is_set(name) and not (getattr(self, field) in values if values else self.is_set(field)):
+                    needed = " ".join([self.flags[field].options[0], " or ".join(values)]).strip()
                     raise UserError(f"{self.as_flag(name)} needs {needed}")
-            for (first, second), why in own.get("excludes", {}).items():
+            for (first, second), why in rules.get("excludes", {}).items():
                 if self.is_set(first) and self.is_set(second):
-                    both = f"{self.as_flag(first)} beside {self.as_flag(second)}"
-                    raise UserError(f"{both}: {why}; give one of the two")
-            if "check" in own:
-                own["check"](self)
+                    self.exclude(first, second, why)
+            if "check" in rules:
+                rules["check"](self)
+
+    def exclude(self, first: str, second: str, why: str) -> typing.NoReturn:
+        raise UserError(f"{self.as_flag(first)} beside {self.as_flag(second)}: {why}; give one of the two")
 
     def is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != self.flags[name].default)
@@ -174,7 +164,7 @@ C = TypeVar("C", bound=Config)
 
 
 def convert(flag: Flag, value: Any, where: str) -> Any:
-    """The value of a field from text, a list of texts, or None; other values stay. Errors: UserError naming ``where``."""
+    """The value of a field from text, a list of texts, or None; other values stay. Errors: UserError with ``where``."""
     if flag.many and isinstance(value, list | tuple):
         return [convert(flag._replace(many=False), item, where) for item in value]
     if value is None and flag.optional:
@@ -184,18 +174,18 @@ def convert(flag: Flag, value: Any, where: str) -> Any:
         raise UserError(f"{where} is a {'list' if flag.many else 'single value'}, got {shown}")
     if flag.kind is str or not isinstance(value, str):
         return value
+    kinds = {bool: "true or false", float: "a number", int: "a whole number of at most 18 digits"}
     try:
         if flag.kind is bool:
             return _BOOLEANS[value.lower()]
         number = float(value)
+        if flag.kind is int and number.is_integer() and abs(number) < 10**18:
+            return int(value) if value.strip("+-").isdecimal() else int(number)
         if flag.kind is float:
             return number
-        if not number.is_integer() or abs(number) >= 10**18:
-            raise ValueError
-        return int(value) if value.strip("+-").isdecimal() else int(number)
     except (KeyError, ValueError):
-        kinds = {bool: "true or false", float: "a number", int: "a whole number of at most 18 digits"}
-        raise UserError(f"{where} {printable(value, 60)!r}: expected {kinds[flag.kind]}") from None
+        pass
+    raise UserError(f"{where} {printable(value, 60)!r}: expected {kinds[flag.kind]}")
 
 
 # --- settings files ---------------------------------------------------------------------------------------------------
@@ -227,14 +217,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if len(content) > MAX_BYTES:
             raise UserError(f"{path}: more than {MAX_BYTES:,} bytes, so not a settings file")
         root = yaml.load(content.decode("utf-8-sig"), Loader=_Texts)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{path}: not readable as YAML: {printable(error.problem or error.context)}{where}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not readable as YAML: {reason(error)}") from None
-    except RecursionError:
-        raise UserError(f"{path}: not readable as YAML: nested too deep; 'name: value' lines are expected") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        why = reason(error)
+        if isinstance(error, yaml.MarkedYAMLError):
+            mark = error.problem_mark or error.context_mark
+            why = printable(error.problem or error.context)
+            why += f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        elif isinstance(error, RecursionError):
+            why = "nested too deep; 'name: value' lines are expected"
+        raise UserError(f"{path}: not readable as YAML: {why}") from None
     if not isinstance(root, dict):
         kind = "nothing" if root is None else "a list" if isinstance(root, list) else "a single value"
         raise UserError(f"{path}: expected 'name: value' lines, got {kind}")
@@ -306,15 +297,9 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
     if cls.has_config_file:
         flags["config"] = Flag("config", str, _ANY, False, True, None, cls)
     docs = _field_docs(cls) if {"-h", "--help"} & set(argv) else {}
-    parsed: Any
-    parsed, unknown = tyro.cli(
-        _shape(cls, flags, docs),
-        args=argv,
-        prog=prog,
-        description=_description(cls, docs) if docs else "",
-        config=(tyro.conf.OmitArgPrefixes,),
-        return_unknown_args=True,
-    )
+    about = _description(cls, docs) if docs else ""
+    how: Any = {"config": (tyro.conf.OmitArgPrefixes,), "return_unknown_args": True}
+    parsed, unknown = tyro.cli(_shape(cls, flags, docs), args=argv, prog=prog, description=about, **how)
     if unknown:
         word = printable(next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")[0])
         close = nearest(word, [option for flag in flags.values() for option in flag.options])
@@ -324,9 +309,9 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
     values = {}
     for name, value in (item for group in vars(parsed).values() for item in vars(group).items()):
         flag, option = flags[name], flags[name].options[0]
-        if flag.kind is bool and words & set(flag.options):
-            values[name] = value
-        elif flag.kind is not bool and value is not None:
+        if flag.kind is bool:
+            values |= {name: value} if words & set(flag.options) else {}
+        elif value is not None:
             if not flag.many and len(value) != 1:
                 raise UserError(f"{option} takes one value, got {printable(' '.join(value)) or 'none'}")
             values[name] = convert(flag, value if flag.many else value[0], option)
@@ -360,11 +345,9 @@ def _shape(cls: type[Config], flags: Mapping[str, Flag], docs: Mapping[str, str]
 def _field_docs(cls: type[Config]) -> dict[str, str]:
     """The comment beside each field in the source of its class, or the docstring below it."""
     docs = {"config": _CONFIG_HELP}
-    for base in (c for c in cls.__mro__ if issubclass(c, Config)):
-        found = re.finditer(
-            r'^    (\w+): [^\n]*?(?:  # ([^\n]*)|\n    """(.*?)""")$', inspect.getsource(base), re.M | re.S
-        )
-        docs = {name: " ".join((comment or text).split()) for name, comment, text in (m.groups() for m in found)} | docs
+    field = re.compile(r'^    (\w+): [^\n]*?(?:  # ([^\n]*)|\n    """(.*?)""")$', re.M | re.S)
+    for base in reversed([c for c in cls.__mro__ if issubclass(c, Config)]):
+        docs |= {m[1]: " ".join((m[2] or m[3]).split()) for m in field.finditer(inspect.getsource(base))}
     return docs
 
 

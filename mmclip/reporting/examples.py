@@ -10,7 +10,7 @@ import base64
 import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,10 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE
 from mmclip.io import SUFFIXES
-from mmclip.reporting.source import Items, ReportRun
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
+
+if TYPE_CHECKING:
+    from mmclip.reporting.page import Items, ReportRun
 
 Array = NDArray[Any]
 SHOWN = 5  # documents of a query
@@ -104,9 +106,6 @@ def _open(run: ReportRun, items: Items) -> ImageTextData:
     return data
 
 
-_NONE: Mapping[int, float] = {}
-
-
 class _Shelf:
     """Items of a run's main pool as they are shown; thumbnails are made once."""
 
@@ -119,15 +118,20 @@ class _Shelf:
         return self.run.results.array(f"{MAIN_POOL}/{name}")
 
     def examples(self, direction: Direction, scoring: str) -> Iterable[Example]:
-        """The best and the worst queries of a direction."""
-        where = direction.value
-        first, clusters = self.array(f"{where}/{scoring}/first_rank"), self.array(f"{where}/clusters")
-        leads = self.leads(direction, scoring)
+        """The best and the worst queries of a direction, each kind of different clusters."""
+        first, leads = self.array(f"{direction.value}/{scoring}/first_rank"), self.leads(direction, scoring)
         n = self.run.results.json["data"][f"n_{direction.document_side}s"]
-        for q in _different(np.argsort(-leads, kind="stable"), np.isfinite(leads), clusters):
-            yield self.example(direction, scoring, "best", q, f"ahead by {leads[q]:.3f}")
-        for q in _different(np.argsort(-first, kind="stable"), first > 1, clusters):
-            yield self.example(direction, scoring, "worst", q, f"first relevant at rank {first[q]:,} of {n:,}")
+        kinds = (
+            ("best", leads, np.isfinite(leads), lambda q: f"ahead by {leads[q]:.3f}"),
+            ("worst", first, first > 1, lambda q: f"first relevant at rank {first[q]:,} of {n:,}"),
+        )
+        clusters = self.array(f"{direction.value}/clusters")
+        for kind, values, usable, words in kinds:
+            chosen: dict[int, int] = {}
+            for q in np.argsort(-values, kind="stable"):
+                if usable[q] and len(chosen) < QUERIES:
+                    chosen.setdefault(int(clusters[q]), int(q))
+            yield from (self.example(direction, scoring, kind, q, words(q)) for q in chosen.values())
 
     def example(self, direction: Direction, scoring: str, kind: str, q: int, words: str) -> Example:
         where, side = direction.value, direction.document_side
@@ -137,14 +141,10 @@ class _Shelf:
         ids, relevant = (self.array(f"{where}/{scoring}/{what}")[q].tolist() for what in ("top_ids", "top_relevant"))
         # pictures stand three in a row: six of them, or five and the one that was missed
         shown = SHOWN + (side == "image" and first <= SHOWN)
-        documents = [
-            self.item(side, i, known, bool(r), rank) for rank, (i, r) in enumerate(zip(ids, relevant, strict=True), 1)
-        ]
-        documents = documents[:shown]
-        if side == "image":
-            own = self.items.owner[row]
-        else:
-            own = self.items.owner.index(row) if row in self.items.owner else -1
+        best = enumerate(zip(ids[:shown], relevant[:shown], strict=True), 1)
+        documents = [self.item(side, i, known, bool(r), rank) for rank, (i, r) in best]
+        owner = self.items.owner
+        own = owner[row] if side == "image" else owner.index(row) if row in owner else -1
         if first > shown and own >= 0 and own not in ids[:shown]:
             documents.append(self.item(side, own, known, True)._replace(missed=True))
         return Example(where, kind, self.item(direction.query_side, row), documents, words)
@@ -153,28 +153,24 @@ class _Shelf:
         """[Q]: score of a relevant document at rank 1 less the first irrelevant one's, as cosine times norm over the
         mean norm where the scoring keeps it; NaN where rank 1 is irrelevant, or a document is not among the 10 best by
         cosine (its score was not kept)."""
-        where = direction.value
-        ids, relevant = (
-            self.array(f"{where}/{scoring}/top_ids"),
-            self.array(f"{where}/{scoring}/top_relevant").astype(bool),
-        )
-        near, cosines = (
-            self.array(f"{where}/cosine/top_ids"),
-            self.array(f"{where}/cosine/top_scores").astype(np.float64),
+        ids, relevant, near, cosines = (
+            self.array(f"{direction.value}/{name}")
+            for name in (f"{scoring}/top_ids", f"{scoring}/top_relevant", "cosine/top_ids", "cosine/top_scores")
         )
         same = ids[:, :, None] == near[:, None, :]  # [Q, k, k]
-        scores = np.where(same.any(axis=2), (same * cosines[:, None, :]).sum(axis=2), np.nan)
+        scores = np.where(same.any(axis=2), (same * cosines[:, None, :].astype(np.float64)).sum(axis=2), np.nan)
         gamma_d = 1.0 if scoring == "cosine" else float(self.run.results.json["evaluation"]["native"]["gamma_d"])
         norms = self.array(f"lengths/{direction.document_side}").astype(np.float64)
         scores = scores * (norms[ids] / norms.mean()) ** (1 - gamma_d)
-        wrong, rows = np.argmax(~relevant, axis=1), np.arange(len(ids))
-        return np.where(relevant[:, 0] & ~relevant.all(axis=1), scores[:, 0] - scores[rows, wrong], np.nan)
+        relevant = relevant.astype(bool)
+        rival = scores[np.arange(len(ids)), np.argmax(~relevant, axis=1)]
+        return np.where(relevant[:, 0] & ~relevant.all(axis=1), scores[:, 0] - rival, np.nan)
 
     def item(
-        self, side: str, row: int, cosines: Mapping[int, float] = _NONE, relevant: bool = False, rank: int = 0
+        self, side: str, row: int, cosines: Mapping[int, float] | None = None, relevant: bool = False, rank: int = 0
     ) -> Item:
         numbers = f"norm {self.array(f'lengths/{side}')[row]:.2f}"
-        numbers += f" · cos {cosines[row]:.3f}" if row in cosines else ""
+        numbers += f" · cos {cosines[row]:.3f}" if cosines and row in cosines else ""
         if side == "text":
             return Item(False, printable(self.items.captions[row], 220), "", relevant, numbers, rank)
         return Item(True, printable(self.items.image_keys[row], 80), self.uri(row), relevant, numbers, rank)
@@ -196,12 +192,3 @@ def _thumbnail(data: ImageTextData, row: int | None) -> str:
     content = io.BytesIO()
     picture.save(content, "JPEG", quality=82, optimize=True)
     return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
-
-
-def _different(order: Array, usable: Array, clusters: Array) -> list[int]:
-    """The first ``QUERIES`` usable queries of an order, each of another cluster."""
-    chosen: dict[int, int] = {}
-    for q in order:
-        if usable[q] and len(chosen) < QUERIES:
-            chosen.setdefault(int(clusters[q]), int(q))
-    return list(chosen.values())

@@ -23,13 +23,14 @@ from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 from mmclip.io import write_atomically, write_text_atomically
 from mmclip.models.metadata import trained_directions
-from mmclip.reporting.source import ReportRun
 from mmclip.reporting.table import is_number, rate
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from mmclip.reporting.page import ReportRun
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -81,7 +82,7 @@ def style_sheet() -> Markup:
     return Markup(f"{font}.plot *{{stroke-linejoin:round}}{light}@media(prefers-color-scheme:dark){{{rules}{dark}}}")
 
 
-def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+def new_figure(width: float, height: float, xlabel: str = "", ylabel: str = "") -> tuple[Figure, Axes]:
     """Figure of so many inches with one plot area, without a display or pyplot."""
     from matplotlib.figure import Figure  # here: a user who never draws does not wait for it
 
@@ -92,9 +93,8 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
     axes.tick_params(colors=INK, color=SOFT, labelsize=9)
-    for label in (axes.xaxis.label, axes.yaxis.label, axes.title):
-        label.set_color(INK)
-        label.set_fontsize(10)
+    axes.set_xlabel(xlabel, color=INK, fontsize=10)
+    axes.set_ylabel(ylabel, color=INK, fontsize=10)
     return figure, axes
 
 
@@ -106,18 +106,16 @@ def write_picture(figure: Figure, folder: Path, name: str, alt: str, caption: st
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         _save(figure, text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text.getvalue(), flags=re.DOTALL)
-    svg = svg[svg.index("<svg") :]
     used = set(re.findall(r'="(?:url\()?#([^")]+)', svg))
 
     def shorter(tag: re.Match[str]) -> str:
         plain = re.sub(r' id="([^"]*)"', lambda i: i[0] if i[1] in used else "", tag[0])
         return re.sub(r"font-family: [^;\"]*;? ?|(?<=\.\d\d)\d+", "", plain)
 
-    body = re.sub(r"<[^>]+>", shorter, svg).replace(" xlink:href=", " href=")
-    box = re.search(r'viewBox="[^"]*"', body)
-    assert box is not None
-    head = Markup('<svg class="plot" role="img" aria-label="{}" ').format(alt) + Markup(box[0])
-    body = body[body.index(">") + 1 :]
+    svg = re.sub(r"<[^>]+>", shorter, svg[svg.index("<svg") :]).replace(" xlink:href=", " href=")
+    (box,) = re.findall(r'viewBox="[^"]*"', svg)[:1]
+    head = Markup('<svg class="plot" role="img" aria-label="{}" ').format(alt) + Markup(box)
+    body = svg[svg.index(">") + 1 :]
     style = f":root{{color-scheme:light dark;background:{PAPER}}}{style_sheet()}"
     style += f"@media(prefers-color-scheme:dark){{:root{{background:{DARK[PAPER]}}}}}"
     alone = f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{body}'
@@ -147,6 +145,11 @@ def legend_label(name: str) -> str:
     return f" {label}" if label.startswith("_") else label
 
 
+def run_style(number: int) -> Json:
+    """Colour and marker of a run, or of an arm."""
+    return {"color": RUNS[number % len(RUNS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
 def _legend(figure: Figure, handles: Sequence[Any], columns: int = 2) -> None:
     if handles:
         close: Json = {"handletextpad": 0.3, "labelspacing": 0.25, "columnspacing": 1.0, "handlelength": 1.6}
@@ -165,30 +168,28 @@ def tradeoff_figure(results_by_name: Mapping[str, Results], pool: str = MAIN_POO
     """
     from matplotlib.lines import Line2D
 
-    figure, axes = new_figure(3.8, 3.2 + 0.18 * ((len(results_by_name) + 4) // 2))
+    figure, axes = new_figure(3.8, 3.2 + 0.18 * ((len(results_by_name) + 4) // 2), LABELS["t2i"], LABELS["i2t"])
     handles, shown = [], set()
     for i, (name, results) in enumerate(results_by_name.items()):
-        style: Json = {"color": RUNS[i % len(RUNS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": "none"}
+        style = run_style(i) | {"linestyle": "none"}
         points = {scoring: _point(results, scoring, pool) for scoring in ("cosine", NATIVE, CORRECTED)}
         for scoring, numbers in points.items():
             if numbers is None:
                 continue
             shown.add(scoring)
-            x, y = (n["success@1"] for n in numbers)
-            # A percentile interval need not hold the mean; an error bar cannot be negative.
-            cis = [n["ci"]["success@1"] or [n["success@1"]] * 2 for n in numbers]
-            bars = [[[max(v - lo, 0.0)], [max(hi - v, 0.0)]] for v, (lo, hi) in zip((x, y), cis, strict=True)]
-            xerr, yerr = bars if scoring == NATIVE else (None, None)
-            axes.errorbar(x, y, xerr=xerr, yerr=yerr, elinewidth=1, capsize=2, markersize=7, zorder=3,
-                          **style, **_FILLS[scoring])  # fmt: skip
+            at = [n["success@1"] for n in numbers]
+            bars: Json = {}
+            if scoring == NATIVE:  # a percentile interval need not hold the mean; an error bar cannot be negative
+                cis = [n["ci"]["success@1"] or [v, v] for n, v in zip(numbers, at, strict=True)]
+                ends = [[[max(v - lo, 0.0)], [max(hi - v, 0.0)]] for v, (lo, hi) in zip(at, cis, strict=True)]
+                bars = dict(zip(("xerr", "yerr"), ends, strict=True))
+            axes.errorbar(*at, **bars, elinewidth=1, capsize=2, markersize=7, zorder=3, **style, **_FILLS[scoring])
             if scoring != NATIVE and (native := points[NATIVE]) is not None:
-                across = [[x, native[0]["success@1"]], [y, native[1]["success@1"]]]
+                across = [[v, n["success@1"]] for v, n in zip(at, native, strict=True)]
                 axes.plot(*across, color=style["color"], linewidth=1, linestyle=_LINES[scoring], zorder=2)
         handles.append(Line2D([], [], label=legend_label(name), **style))
     kinds = [s for s in _FILLS if s in shown]
     handles += [Line2D([], [], marker="o", color=SOFT, linestyle="none", label=s, **_FILLS[s]) for s in kinds]
-    axes.set_xlabel(LABELS["t2i"])
-    axes.set_ylabel(LABELS["i2t"])
     axes.margins(0.09)
     _legend(figure, handles)
     return figure
@@ -213,36 +214,32 @@ def _point(results: Results, scoring: str, pool: str) -> list[Json] | None:
 
 def norms_figure(relevant: Array, irrelevant: Array, side: str, colour: str = RUNS[0]) -> Figure:
     """Histograms of norms, each of area 1: relevant [n] in the run's colour, irrelevant [m] grey; any may be empty."""
-    figure, axes = new_figure(WIDTH, HEIGHT)
-    axes.set_xlabel(f"norm of the {side} embedding")
-    axes.set_ylabel("density")
+    figure, axes = new_figure(WIDTH, HEIGHT, f"norm of the {side} embedding", "density")
     both = np.concatenate([relevant, irrelevant])
+    lo, hi = np.quantile(both, [0.002, 0.998]) if len(both) else (0.0, 1.0)
+    edges = np.linspace(lo, hi if hi > lo else lo + max(abs(lo), 1.0) * 1e-3, BINS + 1)
     handles = []
-    if len(both):
-        lo, hi = np.quantile(both, [0.002, 0.998])
-        edges = np.linspace(lo, hi if hi > lo else lo + max(abs(lo), 1.0) * 1e-3, BINS + 1)
-        for x, shade, label in ((irrelevant, GREY, "irrelevant"), (relevant, colour, "relevant")):
-            if len(x):
-                heights = np.histogram(np.clip(x, edges[0], edges[-1]), edges)[0] / (len(x) * np.diff(edges))
-                axes.stairs(heights, edges, fill=True, color=shade, alpha=0.35)
-                handles.append(axes.stairs(heights, edges, color=shade, linewidth=1.6, label=label))
+    for x, shade, label in ((irrelevant, GREY, "irrelevant"), (relevant, colour, "relevant")):
+        if len(x):
+            heights = np.histogram(np.clip(x, edges[0], edges[-1]), edges)[0] / (len(x) * np.diff(edges))
+            axes.stairs(heights, edges, fill=True, color=shade, alpha=0.35)
+            handles.append(axes.stairs(heights, edges, color=shade, linewidth=1.6, label=label))
     _legend(figure, handles)
     return figure
 
 
 def scatter_figure(norms: Array, cosines: Array, relevant: Array, side: str, colour: str = RUNS[0]) -> Figure:
     """Cosine with the query against the document's norm; norms, cosines and relevant (bool) all [Q, k]."""
-    figure, axes = new_figure(WIDTH, HEIGHT)
-    axes.set_xlabel(f"norm of the {side} embedding")
-    axes.set_ylabel("cosine with the query")
+    figure, axes = new_figure(WIDTH, HEIGHT, f"norm of the {side} embedding", "cosine with the query")
     rng = np.random.default_rng(0)
     handles = []
     for keep, shade, label, marker in ((~relevant, GREY, "irrelevant", "o"), (relevant, colour, "relevant", "D")):
         x, y = norms[keep], cosines[keep]
         if len(x):
             at = rng.choice(len(x), min(len(x), MAX_POINTS), replace=False)
-            style: Json = {"marker": marker, "color": shade, "linestyle": "none", "markeredgewidth": 0, "alpha": 0.6}
-            handles += axes.plot(x[at], y[at], markersize=3, label=label, **style)
+            handles += axes.plot(
+                x[at], y[at], marker, color=shade, markeredgewidth=0, alpha=0.6, markersize=3, label=label
+            )
     _legend(figure, handles)
     return figure
 
@@ -260,14 +257,12 @@ class Series(NamedTuple):
 def curves_figure(series: Sequence[Series], ylabel: str) -> Figure:
     """Curves over training steps; a label "" is no entry of the legend, and points are marked where they are few."""
     labels = sum(bool(one.label) for one in series)
-    figure, axes = new_figure(WIDTH, HEIGHT + 0.18 * max(-(-labels // 2) - 2, 0))
-    axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
+    figure, axes = new_figure(WIDTH, HEIGHT + 0.18 * max(-(-labels // 2) - 2, 0), "step", ylabel)
     handles = []
     for one in series:
-        style: Json = {"color": RUNS[one.run % len(RUNS)], "linestyle": "--" if one.dashed else "-", "linewidth": 1.5}
-        marker = MARKERS[one.run % len(MARKERS)] if len(one.steps) <= FEW_POINTS else None
-        (line,) = axes.plot(one.steps, one.values, marker=marker, markersize=4, label=legend_label(one.label), **style)
+        style = run_style(one.run) | {"linestyle": "--" if one.dashed else "-", "linewidth": 1.5, "markersize": 4}
+        style |= {} if len(one.steps) <= FEW_POINTS else {"marker": None}
+        (line,) = axes.plot(one.steps, one.values, label=legend_label(one.label), **style)
         handles += [line] if one.label else []
     values = [v for one in series for v in one.values]
     middle, span = (max(values) + min(values)) / 2, LEAST_SPAN * max(map(abs, values))
@@ -281,16 +276,16 @@ def curves_figure(series: Sequence[Series], ylabel: str) -> Figure:
 
 # --- which pictures a report has --------------------------------------------------------------------------------------
 
-# (name of the file, axis, [(key of metrics.jsonl, label, dashed)]); {main}: the trained direction, i2t of both
-_PANELS: tuple[tuple[str, str, tuple[tuple[str, str, bool], ...]], ...] = (
-    ("loss", "loss, nats", (("loss", "", False),)),
-    ("scale", "effective scale", (("effective_scale_{main}", "", False),)),
-    ("alpha", "α, logit scale", (("logit_scale", "", False),)),
-    ("norm-image", "mean image norm", (("norm_image_mean", "", False),)),
-    ("norm-text", "mean text norm", (("norm_text_mean", "", False),)),
-    ("gamma", "γ", (("gamma_q", "γq", False), ("gamma_d", "γd", True))),
+# (file, axis, [(key of metrics.jsonl, label)]), the second dashed; {main}: the trained direction, i2t of both
+_PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("loss", "loss, nats", (("loss", ""),)),
+    ("scale", "effective scale", (("effective_scale_{main}", ""),)),
+    ("alpha", "α, logit scale", (("logit_scale", ""),)),
+    ("norm-image", "mean image norm", (("norm_image_mean", ""),)),
+    ("norm-text", "mean text norm", (("norm_text_mean", ""),)),
+    ("gamma", "γ", (("gamma_q", "γq"), ("gamma_d", "γd"))),
     *(
-        (f"val-{d}", LABELS[d], tuple((f"val_{d}_success@1_{s}", s, s != NATIVE) for s in (NATIVE, "cosine")))
+        (f"val-{d}", LABELS[d], tuple((f"val_{d}_success@1_{s}", s) for s in (NATIVE, "cosine")))
         for d in ("i2t", "t2i")
     ),
 )
@@ -304,20 +299,18 @@ def norm_pictures(run: ReportRun, folder: Path) -> dict[str, list[Picture]]:
         if arrays is None:
             return {}
         norms, cosines, relevant = arrays
-        side, n, colour = direction.document_side, run.number, RUNS[run.number % len(RUNS)]
+        side, colour = direction.document_side, RUNS[run.number % len(RUNS)]
         name, top = printable(run.name, 60), f"{direction.value}, the 10 best of each query by cosine"
         counts = f"{relevant.sum():,} relevant, {(~relevant).sum():,} irrelevant"
-        drawn = {
-            f"norms-{side}-{n}": (
-                norms_figure(norms[relevant], norms[~relevant], side, colour),
-                f"{name}: {side} norms by relevance; {top}: {counts}.",
-            ),
-            f"scatter-{side}-{n}": (
-                scatter_figure(norms, cosines, relevant, side, colour),
-                f"{name}: cosine against {side} norm; {top}; at most {MAX_POINTS} of a kind.",
-            ),
-        }
-        pictures[direction.value] = [write_picture(f, folder, file, words, words) for file, (f, words) in drawn.items()]
+        histogram = norms_figure(norms[relevant], norms[~relevant], side, colour)
+        scatter = scatter_figure(norms, cosines, relevant, side, colour)
+        pictures[direction.value] = [
+            write_picture(figure, folder, f"{kind}-{side}-{run.number}", words, words)
+            for kind, figure, words in (
+                ("norms", histogram, f"{name}: {side} norms by relevance; {top}: {counts}."),
+                ("scatter", scatter, f"{name}: cosine against {side} norm; {top}; at most {MAX_POINTS} of a kind."),
+            )
+        ]
     return pictures
 
 
@@ -340,13 +333,12 @@ def curve_pictures(runs: Sequence[ReportRun], folder: Path) -> list[Picture]:
     for name, ylabel, kinds in _PANELS:
         series = []
         for run in runs:
-            for key, label, dashed in kinds:
-                if name == "gamma" and run.trained.get("norm") != "learned":
-                    continue  # it stands still: the table of runs has its value
+            if name == "gamma" and run.trained.get("norm") != "learned":
+                continue  # it stands still: the table of runs has its value
+            for dashed, (key, label) in enumerate(kinds):
                 words = label if len(runs) == 1 else "" if dashed else run.name  # colours are the runs'
-                series.append(_series(run, key.format(main=_main_direction(run)), words, dashed))
-        series = [s for s in series if len(s.steps)]
-        if series:
+                series.append(_series(run, key.format(main=_main_direction(run)), words, bool(dashed)))
+        if series := [s for s in series if len(s.steps)]:
             dashes = f" Dashed: {kinds[1][1]}." if len(kinds) > 1 else ""
             alt = f"Training curves: {ylabel} over steps."
             pictures.append(write_picture(curves_figure(series, ylabel), folder, f"curve-{name}", alt, ylabel + dashes))
@@ -435,33 +427,30 @@ def frontier_figure(points: Sequence[Point], share: float) -> Figure:
     named = named_points(points)
     names = [f"{p.number}  {legend_label(p.name)}" for p in named]
     columns = 1 if max(map(len, names), default=0) > 32 else 2
-    figure, axes = new_figure(5.0, 4.2 + 0.17 * -(-(len(named) + 3) // columns))
-    scale = colours()
-    handles = []
+    figure, axes = new_figure(5.0, 4.2 + 0.17 * -(-(len(named) + 3) // columns), LABELS["t2i"], LABELS["i2t"])
+    scale, handles = colours(), []
     for p in points:
         if p not in named:
             axes.plot(*p.native, "o", color=GREY, alpha=0.6, markersize=3, zorder=1)
     for p, name in zip(named, names, strict=True):
         colour = scale(p.i2t_weight) if p.norm == "qnorm" else INK if p.kept else SOFT
-        dark = p.norm != "qnorm" or _light(scale(p.i2t_weight)) < 0.45
-        style: Json = {"color": colour, "marker": NORM_MARKERS[p.norm], "linestyle": "none", "markersize": 11}
+        style: Json = {"color": colour, "marker": NORM_MARKERS[p.norm], "linestyle": "none"}
         xerr, yerr = p.error or (None, None)
-        axes.errorbar(*p.native, xerr=xerr, yerr=yerr, elinewidth=0.8, capsize=1.5, zorder=4, **style)
-        number: Json = {"fontsize": 7, "color": (PAPER if p.norm != "qnorm" else ON_DARK) if dark else ON_LIGHT}
-        axes.text(*p.native, str(p.number), ha="center", va="center_baseline", zorder=5, **number)
+        axes.errorbar(*p.native, xerr=xerr, yerr=yerr, elinewidth=0.8, capsize=1.5, zorder=4, markersize=11, **style)
+        ink = PAPER if p.norm != "qnorm" else ON_DARK if _light(colour) < 0.45 else ON_LIGHT
+        axes.text(*p.native, str(p.number), ha="center", va="center_baseline", zorder=5, fontsize=7, color=ink)
+        style["markersize"] = 6.5
         if p.corrected is not None:
             axes.plot(*zip(p.native, p.corrected, strict=True), color=colour, linewidth=0.9, linestyle=":", zorder=2)
-            axes.plot(*p.corrected, zorder=3, **style | {"markersize": 6.5}, **_FILLS[CORRECTED])
+            axes.plot(*p.corrected, zorder=3, **style, **_FILLS[CORRECTED])
         if p.kept:
-            for line, at in ((axes.axvline, p.native[0]), (axes.axhline, p.native[1])):
+            for line, at in zip((axes.axvline, axes.axhline), p.native, strict=True):
                 line(share * at, color=SOFT, linewidth=0.9, linestyle="--", zorder=1)
-        handles.append(Line2D([], [], label=name, **style | {"markersize": 6.5}))
+        handles.append(Line2D([], [], label=name, **style))
     kinds: Json = {"color": SOFT, "marker": "o", "linestyle": "none"}
     handles += [Line2D([], [], label=s, **kinds, **_FILLS[s]) for s in (NATIVE, CORRECTED)]
     if len(named) < len(points):
         handles.append(Line2D([], [], label="other arms", **kinds | {"color": GREY, "markersize": 3}))
-    axes.set_xlabel(LABELS["t2i"])
-    axes.set_ylabel(LABELS["i2t"])
     axes.margins(0.09)
     if any(p.norm == "qnorm" for p in named):
         bar = figure.colorbar(ScalarMappable(cmap=scale), ax=axes, fraction=0.04, pad=0.02)
@@ -480,11 +469,9 @@ def heat_figure(names: Sequence[str], scorings: Sequence[str], values: Array, to
     scale = colours()
     axes.pcolormesh(np.ma.masked_invalid(values), cmap=scale, vmin=0, vmax=top)
     for (i, j), value in np.ndenumerate(values):
-        known = bool(np.isfinite(value))
-        colour = SOFT if not known else ON_LIGHT if _light(scale(value / top)) > 0.45 else ON_DARK
-        axes.text(
-            j + 0.5, i + 0.5, rate(value if known else None), ha="center", va="center", fontsize=7.5, color=colour
-        )
+        text = rate(value if np.isfinite(value) else None)
+        ink = SOFT if np.isnan(value) else ON_LIGHT if _light(scale(value / top)) > 0.45 else ON_DARK
+        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink)
     axes.set_xticks(np.arange(len(scorings)) + 0.5, scorings)
     axes.set_yticks(np.arange(len(names)) + 0.5, labels)
     axes.invert_yaxis()
@@ -500,22 +487,18 @@ def fractions_figure(rows: Sequence[Json]) -> Figure:
         if row["success@1_mean"] is not None:
             curves.setdefault((row["setting"], row["scoring"]), []).append(row)
     settings = list(dict.fromkeys(name for name, _ in curves))
-    figure, axes = new_figure(5.0, 3.2 + 0.17 * len(curves))
+    figure, axes = new_figure(5.0, 3.2 + 0.17 * len(curves), "share of the training pictures", "R@1")
     for (name, scoring), members in curves.items():
-        i = settings.index(name)
-        share, mean, sd = (
-            [row[k] or 0.0 for row in members] for k in ("train_fraction", "success@1_mean", "success@1_sd")
-        )
-        line: Json = {"linestyle": "-" if scoring == NATIVE else ":", "linewidth": 1.3, "elinewidth": 0.8, "capsize": 2}
-        mark: Json = {"color": RUNS[i % len(RUNS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
-        fill = _FILLS[NATIVE if scoring == NATIVE else CORRECTED]
-        axes.errorbar(share, mean, yerr=sd, label=f"{legend_label(name)}, {scoring}", **line, **mark, **fill)
+        keys = ("train_fraction", "success@1_mean", "success@1_sd")
+        share, mean, sd = ([row[k] or 0.0 for row in members] for k in keys)
+        native = scoring == NATIVE
+        line: Json = {"linestyle": "-" if native else ":", "linewidth": 1.3, "elinewidth": 0.8, "capsize": 2}
+        style = line | run_style(settings.index(name)) | _FILLS[NATIVE if native else CORRECTED]
+        axes.errorbar(share, mean, yerr=sd, label=f"{legend_label(name)}, {scoring}", markersize=5, **style)
     axes.set_xscale("log")
     ticks = sorted({row["train_fraction"] for row in rows})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("share of the training pictures")
-    axes.set_ylabel("R@1")
     _legend(figure, axes.get_legend_handles_labels()[0], 1)
     return figure
 
@@ -529,14 +512,14 @@ def intervals_figure(
     limits: tuple[float, float] | None = None,
 ) -> Figure:
     """Differences across, a label a line: each with its interval, and a band of half width ``bands`` around 0."""
-    figure, axes = new_figure(5.0, 0.9 + 0.34 * len(labels))
+    figure, axes = new_figure(5.0, 0.9 + 0.34 * len(labels), xlabel)
     axes.barh(range(len(labels)), np.multiply(bands, 2), 0.62, np.negative(bands), color=SOFT, alpha=0.25, linewidth=0)
     for y, (value, ci) in enumerate(zip(values, cis, strict=True)):
-        axes.plot(ci, [y, y], color=RUNS[y % len(RUNS)], linewidth=1.6)
-        axes.plot(value, y, "o", color=RUNS[y % len(RUNS)], markersize=6)
+        colour = RUNS[y % len(RUNS)]
+        axes.plot(ci, [y, y], color=colour, linewidth=1.6)
+        axes.plot(value, y, "o", color=colour, markersize=6)
     axes.axvline(0, color=SOFT, linewidth=0.9, linestyle="--")
     axes.set_yticks(range(len(labels)), [legend_label(label) for label in labels])
     axes.invert_yaxis()
     axes.set_xlim(limits)
-    axes.set_xlabel(xlabel)
     return figure

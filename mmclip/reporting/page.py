@@ -8,28 +8,110 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
-from mmclip.config import ReportConfig
+from mmclip.config import TrainConfig, read_yaml, values_of
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.comparison import verdicts
 from mmclip.evaluation.eval_set import MAIN_POOL
-from mmclip.evaluation.results import CORRECTED, START_FILE, Results, load_results, run_names, whole
+from mmclip.evaluation.results import CORRECTED, START_FILE, Results, load_results, whole
 from mmclip.io import write_text_atomically
 from mmclip.reporting import run_tables as tables
 from mmclip.reporting.examples import examples
 from mmclip.reporting.figures import curve_pictures, norm_pictures, style_sheet, tradeoff_picture
-from mmclip.reporting.source import ReportRun, read_runs
 from mmclip.reporting.summary import judged, summarize
-from mmclip.reporting.table import templates
+from mmclip.reporting.table import is_number, templates
 
 Json = dict[str, Any]
-REPORT_FILE = "report.html"
+REPORT_FILE, CONFIG_FILE, METRICS = "report.html", "config.yaml", "metrics.jsonl"
+MAX_LINES = 200_000  # of metrics.jsonl; more are more than a curve can show
 DETAILED = 6  # runs whose norms and retrievals are shown one by one; a page of more would be too heavy to open
 POOLS = {"retrieval": "all images and captions", "full": "only captions that describe everything"}
+
+
+class Items(NamedTuple):
+    """Rows of the main pool: image_keys [N], captions [M], owner [M] (row of its image, -1 without one)."""
+
+    image_keys: list[str]
+    captions: list[str]
+    owner: list[int]
+
+
+@dataclass(frozen=True)
+class ReportRun:
+    """A finished run, as far as its folder can be read.
+
+    Attributes:
+        number: place in the report, which is its colour and in the names of its pictures.
+        lines: of metrics.jsonl, by rising step; [] without one.
+        settings: of config.yaml; None without one.
+        items: None where items.json is missing, or is not of these results.
+    """
+
+    number: int
+    name: str
+    folder: Path
+    results: Results
+    lines: list[Json]
+    settings: Json | None
+    items: Items | None
+
+    @property
+    def trained(self) -> Json:
+        return dict(self.results.json.get("trained_with") or {})
+
+
+def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
+    """Finished runs by name, a folder or a results.json each. Errors: UserError, as of ``load_results``."""
+    read = []
+    for number, (name, place) in enumerate(runs.items()):
+        folder = Path(place) if Path(place).is_dir() else Path(place).parent
+        results = load_results(str(place))
+        more = read_lines(folder / METRICS), read_settings(folder), read_items(results)
+        read.append(ReportRun(number, name, folder, results, *more))
+    return read
+
+
+def read_lines(path: Path) -> list[Json]:
+    """Objects of metrics.jsonl that have a step, by rising step; torn or odd lines are passed over."""
+    lines: list[Json] = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in islice(file, MAX_LINES):
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(line, dict) and is_number(line.get("step")):
+                    lines.append(line)
+    except OSError:
+        return []
+    return sorted(lines, key=lambda line: float(line["step"]))
+
+
+def read_settings(folder: Path) -> Json | None:
+    """Settings in a run's config.yaml; None where it is missing or is no settings file."""
+    path = folder / CONFIG_FILE
+    try:
+        return values_of(TrainConfig, read_yaml(path)) if path.is_file() else None
+    except (UserError, OSError):
+        return None
+
+
+def read_items(results: Results) -> Items | None:
+    """Content of items.json; None where there was none, or it is not of as many rows as the results say."""
+    try:
+        keys, captions, owner = (results.items[k] for k in ("image_keys", "captions", "owner"))
+        n, m = (results.json["data"][f"n_{side}"] for side in ("images", "texts"))
+        items = Items([str(k) for k in keys], [str(c) for c in captions], [int(o) for o in owner])
+        return items if [*map(len, items)] == [n, m, m] else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def write_page(
@@ -84,11 +166,11 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         )
     start = _start(main) if len(runs) == 1 else None
     summary = summarize(results, main.name, start, [v for name, v in judgements if name == main.name])
-    pools = tables.shared_pools(results)
+    pools, directions = tables.shared_pools(results), tables.directions(results)
     folder.mkdir(parents=True, exist_ok=True)
     norms = {run.name: norm_pictures(run, folder) for run in runs[:DETAILED]}
     retrievals = {run.name: examples(run) for run in runs[:DETAILED]}
-    directions = tables.directions(results)
+    alarms = {run.name: run.results.json.get("alarms") for run in runs}
     return {
         "title": " · ".join(printable(run.name, 60) for run in runs[:4]) + (" …" if len(runs) > 4 else ""),
         "summary": summary,
@@ -99,7 +181,11 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         "norms": norms,
         "retrievals": retrievals,
         "hidden": len(runs) - DETAILED,
-        "alarms": [(run.name, alarms) for run in runs if (alarms := _alarms(run))],
+        "alarms": [
+            (name, [printable(text, 600) for text in texts.values()])
+            for name, texts in alarms.items()
+            if texts and isinstance(texts, dict)
+        ],
         "verdicts": [(name, tables.verdict_lines([v])) for name, v in judgements],
         "overview": tables.overview(results, MAIN_POOL, changes),
         "corrected": any(CORRECTED in run.results.json["retrieval"][d] for run in runs for d in directions),
@@ -125,56 +211,34 @@ def _start(run: ReportRun) -> Json | None:
 
 
 def _about(run: ReportRun) -> str:
-    trained, native = run.trained, run.results.json["evaluation"]["native"]
+    trained, results = run.trained, run.results.json
     how = (
         f"{trained['loss']} loss, {trained.get('norm')} normalization"
         if trained.get("loss")
         else "not trained by mmclip"
     )
-    gammas = ", ".join(f"γ{role} {native[f'gamma_{role}']:.2f}" for role in "qd")
-    seed = f", seed {run.results.json['seed']}" if "seed" in run.results.json else ""
-    return printable(f"{run.results.json.get('model') or 'vectors'}: {how}, {gammas}{seed}", 200)
+    gammas = ", ".join(f"γ{role} {results['evaluation']['native'][f'gamma_{role}']:.2f}" for role in "qd")
+    seed = f", seed {results['seed']}" if "seed" in results else ""
+    return printable(f"{results.get('model') or 'vectors'}: {how}, {gammas}{seed}", 200)
 
 
 def _pool(runs: tables.Runs, pool: str, changes: Mapping[str, Json]) -> Json:
-    return {
-        "name": pool,
-        "about": POOLS.get(pool, "with more candidates, which match nothing"),
-        "overview": None if pool == MAIN_POOL else tables.overview(runs, pool, changes),
-        "pairs": [
-            (d, tables.retrieval_table(runs, pool, d), tables.change_table(runs, pool, d, changes) if changes else None)
-            for d in tables.directions(runs)
-        ],
-    }
-
-
-def _alarms(run: ReportRun) -> list[str]:
-    alarms = run.results.json.get("alarms")
-    return [printable(text, 600) for text in alarms.values()] if isinstance(alarms, dict) else []
+    pairs = [
+        (d, tables.retrieval_table(runs, pool, d), tables.change_table(runs, pool, d, changes) if changes else None)
+        for d in tables.directions(runs)
+    ]
+    overview = None if pool == MAIN_POOL else tables.overview(runs, pool, changes)
+    about = POOLS.get(pool, "with more candidates, which match nothing")
+    return {"name": pool, "about": about, "overview": overview, "pairs": pairs}
 
 
 def _missing(run: ReportRun, norms: object, retrievals: tuple[str, list[Any], str | None] | None) -> list[str]:
     """Sentences on what a run's folder does not have, and on why."""
-    told = []
-    if not run.lines:
-        why = "its log is not in this folder" if run.trained.get("loss") else "only evaluated, not trained by mmclip"
-        told.append(f"no training curves: no metrics.jsonl ({why})")
-    if run.settings is None:
-        told.append("no settings: no config.yaml that can be read")
-    if norms == {}:
-        told.append("no pictures of norms: not kept by its evaluation; evaluate it again")
-    if retrievals is not None and retrievals[2]:
-        told.append(retrievals[2])
-    return [f"{printable(run.name, 120)}: {text}" for text in told]
-
-
-def write_report(config: ReportConfig) -> None:
-    """Everything that report.py does. Errors: UserError, one line."""
-    runs = run_names(config.runs or [])
-    first = Path((config.runs or [""])[0])
-    folder = first if first.is_dir() else first.parent
-    default = (folder if len(runs) == 1 else folder.absolute().parent) / REPORT_FILE
-    page = Path(config.output) if config.output is not None else default
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_page(runs, page, control=config.control, baseline=config.baseline)
-    print(f"report: {printable(page)}")
+    why = "its log is not in this folder" if run.trained.get("loss") else "only evaluated, not trained by mmclip"
+    sentences = [
+        None if run.lines else f"no training curves: no metrics.jsonl ({why})",
+        None if run.settings is not None else "no settings: no config.yaml that can be read",
+        None if norms != {} else "no pictures of norms: not kept by its evaluation; evaluate it again",
+        retrievals[2] if retrievals is not None else None,
+    ]
+    return [f"{printable(run.name, 120)}: {text}" for text in sentences if text]

@@ -17,18 +17,7 @@ from mmclip.evaluation.comparison import compare, group_by_seed, scoring_gain, s
 from mmclip.evaluation.diagnostics import MEASURES, alpha_note, value_at
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, REVERSED, Results
-from mmclip.reporting.table import (
-    NO,
-    Cell,
-    Table,
-    change_cell,
-    is_number,
-    number,
-    rate,
-    rate_cell,
-    text_cell,
-    value_cell,
-)
+from mmclip.reporting.table import Cell, Table, change_cell, is_number, number, rate, rate_cell, text_cell, value_cell
 from mmclip.similarity import Direction
 
 Json = dict[str, Any]
@@ -55,15 +44,14 @@ def run_tables(runs: Runs, groups: bool = False) -> list[Table]:
 
     Errors: UserError where the runs were not evaluated on the same data.
     """
-    tables = [retrieval_table(runs, pool, d) for pool in shared_pools(runs) for d in directions(runs)]
-    tables += [norms_table(runs, pool) for pool in shared_pools(runs)]
-    first = next(iter(runs.values())).json["magnitude"]
-    if groups:
-        keys = [
-            (side, by, a) for side in first for by in ("by_document", "by_query") for a in first[side].get(by) or {}
-        ]
-        tables += [t for side, by, attribute in keys if (t := groups_table(runs, side, attribute, by)) is not None]
-    return tables
+    pools, first = shared_pools(runs), next(iter(runs.values())).json["magnitude"]
+    tables = [retrieval_table(runs, pool, d) for pool in pools for d in directions(runs)]
+    tables += [norms_table(runs, pool) for pool in pools]
+    attributes = [
+        (side, by, a) for side in first for by in ("by_document", "by_query") for a in first[side].get(by) or {}
+    ]
+    grouped = (groups_table(runs, side, a, by) for side, by, a in attributes if groups)
+    return tables + [table for table in grouped if table is not None]
 
 
 def comparison_tables(runs: Runs) -> list[Table]:
@@ -74,9 +62,8 @@ def comparison_tables(runs: Runs) -> list[Table]:
     changes = differences(runs)
     tables = []
     for pool in shared_pools(runs):
-        tables.append(overview(runs, pool, changes))
-        tables += [seeds] if (seeds := seeds_table(runs, pool)) is not None else []
-    return tables
+        tables += [overview(runs, pool, changes), seeds_table(runs, pool)]
+    return [table for table in tables if table is not None]
 
 
 def differences(runs: Runs) -> dict[str, Json]:
@@ -104,6 +91,17 @@ def main_metric(direction: str) -> str:
     return "ndcg@10" if direction == "q2d" else "success@1"
 
 
+def metric_heads(direction: str) -> dict[str, str]:
+    """Metric -> its head, of those that are shown in a direction."""
+    return TEXT_HEADS if direction == "q2d" else HEADS
+
+
+def metric_cell(numbers: Json | None, metric: str, bar: bool = False) -> Cell:
+    """A metric with its interval, of a scoring in results.json; none where it does not exist."""
+    numbers = numbers or {}
+    return rate_cell(numbers.get(metric), (numbers.get("ci") or {}).get(metric), bar)
+
+
 def overview(runs: Runs, pool: str = MAIN_POOL, changes: Mapping[str, Json] | None = None) -> Table:
     """The main metric of every run natively, by cosine and corrected, beside its difference to the first run.
 
@@ -112,7 +110,7 @@ def overview(runs: Runs, pool: str = MAIN_POOL, changes: Mapping[str, Json] | No
     changes = differences(runs) if changes is None else changes
     columns, rows = ["run, scoring"], []
     for d in directions(runs):
-        columns += [f"{LONG[d]}\n{(TEXT_HEADS if d == 'q2d' else HEADS)[main_metric(d)]}"]
+        columns += [f"{LONG[d]}\n{metric_heads(d)[main_metric(d)]}"]
         columns += ["less\nthe first"] if changes else []
         columns += ["p\n(Holm)", "detectable"] if changes and d == "q2d" else []
     for name, run in runs.items():
@@ -120,26 +118,20 @@ def overview(runs: Runs, pool: str = MAIN_POOL, changes: Mapping[str, Json] | No
         for scoring in [s for s in ORDER[:3] if any(s in retrieval[d] for d in retrieval)]:
             cells = []
             for d, section in retrieval.items():
-                numbers, metric = section.get(scoring) or {}, main_metric(d)
-                cells.append(rate_cell(numbers.get(metric), (numbers.get("ci") or {}).get(metric), bar=True))
-                change = value_at(changes.get(name), [pool, d, scoring, metric])[0]
-                cells += [change_cell(change)] if changes else []
-                cells += _tested(change)[1:] if changes and d == "q2d" else []
+                cells.append(metric_cell(section.get(scoring), main_metric(d), bar=True))
+                if changes:
+                    change = value_at(changes.get(name), [pool, d, scoring, main_metric(d)])[0]
+                    cells += _tested(change)[: 3 if d == "q2d" else 1]
             rows.append((f"{name}\n{scoring}", cells))
-    end = max((cell.bar[2] for _, cells in rows for cell in cells if cell.bar), default=1.0)
+    barred = [(cell, cell.bar) for _, cells in rows for cell in cells if cell.bar]
+    end = max((bar[2] for _, bar in barred), default=1.0)
     end = max(np.ceil(end * 10 - 1e-9), 1) / 10  # rates of .08 and .2 would look alike on a line up to 1
-    for cell in (cell for _, cells in rows for cell in cells if cell.bar):
-        low, value, high = cell.bar or (0, 0, 0)
+    for cell, (low, value, high) in barred:
         cell.bar = (low / end, value / end, high / end)
-    notes = [_NOISE] if changes else []
-    if other := encoded_unlike(runs):
-        notes.append(other)
-    for d in directions(runs):
-        n = few_clusters(next(iter(runs.values())), pool, d)
-        if n:
-            notes.append(
-                f"{LONG[d]}: queries of {n} clusters only; intervals over fewer than {FEW_CLUSTERS} are too narrow."
-            )
+    notes = [note for note in (_NOISE if changes else None, encoded_unlike(runs)) if note is not None]
+    few = {d: n for d in directions(runs) if (n := few_clusters(next(iter(runs.values())), pool, d))}
+    few_words = "queries of {} clusters only; intervals over fewer than {} are too narrow."
+    notes += [f"{LONG[d]}: {few_words.format(n, FEW_CLUSTERS)}" for d, n in few.items()]
     return Table(f"at a glance · {place(runs, pool)}", columns, rows, notes)
 
 
@@ -151,29 +143,26 @@ def few_clusters(run: Results, pool: str, direction: str) -> int:
 
 def retrieval_table(runs: Runs, pool: str, direction: str) -> Table:
     """Every metric in one direction, run by run; scorings with the same numbers share a row."""
-    heads = TEXT_HEADS if direction == "q2d" else HEADS
-    rows: list[tuple[str, list[Cell]]] = []
-    told: dict[str, list[str]] = {}
+    heads, rows = metric_heads(direction), list[tuple[str, list[Cell]]]()
+    notes: dict[str, list[str]] = {}
     for name, run in runs.items():
         section = run.pools[pool]["retrieval"][direction]
         rows += [(name, [])] if len(runs) > 1 else []
         for names in _alike(section):
             numbers = section[names[0]]
-            cells = [rate_cell(numbers.get(m), (numbers.get("ci") or {}).get(m)) for m in heads]
             median = numbers.get("median_rank")
-            cells.append(Cell(f"{median:g}", value=median) if is_number(median) else text_cell(None))
+            cells = [*(metric_cell(numbers, m) for m in heads), text_cell(float(median) if is_number(median) else None)]
             rows.append((" = ".join(names), cells))
         for note in _retrieval_notes(run, pool, direction):
-            told.setdefault(note, []).append(name)
+            notes.setdefault(note, []).append(name)
     once = pool == MAIN_POOL and direction == directions(runs)[0]
     title = f"{LONG[direction]} · {place(runs, pool)}"
-    return Table(title, ["scoring", *heads.values(), "median\nrank"], rows, [_R] * once + _shared(told, runs))
+    return Table(title, ["scoring", *heads.values(), "median\nrank"], rows, [_R] * once + _shared(notes, runs))
 
 
 def change_table(runs: Runs, pool: str, direction: str, changes: Mapping[str, Json]) -> Table:
     """Every run less the first, paired, in one direction."""
-    heads = TEXT_HEADS if direction == "q2d" else HEADS
-    first, rows = next(iter(runs)), list[tuple[str, list[Cell]]]()
+    heads, first, rows = metric_heads(direction), next(iter(runs)), list[tuple[str, list[Cell]]]()
     for name, change in changes.items():
         section = change[pool][direction]
         rows.append((f"{name} less {first}", []))
@@ -190,9 +179,8 @@ def _retrieval_notes(run: Results, pool: str, direction: str) -> Iterable[str]:
     bank = section.get(CORRECTED)
     if isinstance(bank, dict):
         alpha = f", α {number(bank['alpha'])}" if is_number(bank.get("alpha")) else ""
-        words = (
-            f"corrected: bank {printable(bank.get('bank'), 80)}, {text_cell(bank.get('bank_size')).text} items{alpha}"
-        )
+        size = text_cell(bank.get("bank_size")).text
+        words = f"corrected: bank {printable(bank.get('bank'), 80)}, {size} items{alpha}"
         words += f", {bank['bank_overlap']} of them in the evaluation, too" if bank.get("bank_overlap") else ""
         if bank.get("transductive"):
             words += "; transductive: the evaluation's own items, which a search engine would not have"
@@ -209,14 +197,13 @@ def seeds_table(runs: Runs, pool: str) -> Table | None:
         return None
     rows: list[tuple[str, list[Cell]]] = []
     for group in groups:
-        of = {id(results) for results in group.runs}
-        rows.append((f"{group.name}: {', '.join(name for name, run in runs.items() if id(run) in of)}", []))
+        members = {id(results) for results in group.runs}
+        rows.append((f"{group.name}: {', '.join(name for name, run in runs.items() if id(run) in members)}", []))
         for d in directions(runs):
-            means, gains = group.row(pool, d, groups[0])
-            cells = [rate_cell(m["mean"], m["ci"]) if m else text_cell(None) for m in means]
-            native = means[0]
-            apart = Cell(f"{rate(native['low'])}–{rate(native['high'])}") if native else text_cell(None)
-            rows.append((LONG[d], [Cell(str(len(group.runs))), cells[0], apart, *cells[1:], *map(change_cell, gains)]))
+            (native, *others), gains = group.row(pool, d, groups[0])
+            cells = [rate_cell(m["mean"], m["ci"]) if m else text_cell(None) for m in (native, *others)]
+            cells.insert(1, Cell(f"{rate(native['low'])}–{rate(native['high'])}") if native else text_cell(None))
+            rows.append((LONG[d], [Cell(str(len(group.runs))), *cells, *map(change_cell, gains)]))
     columns = ["mean of seeds", "runs", "native", "lowest–\nhighest", "reversed", "corrected", "corrected\nless reversed",
                "native less\nthe first's", "corrected less\nthe first's native"]  # fmt: skip
     note = "Intervals cover the choice of queries and not that of seeds; lowest–highest is the range of the seeds."
@@ -226,20 +213,18 @@ def seeds_table(runs: Runs, pool: str) -> Table | None:
 def norms_table(runs: Runs, pool: str) -> Table:
     """Mean norm and CV of each side of every run, and Cohen's d by reference set where the side holds documents."""
     ranked = {Direction(d).document_side: d for d in directions(runs)}
-    rows = []
-    told: dict[str, list[str]] = {}
+    rows, notes = [], dict[str, list[str]]()
     for name, run in runs.items():
         for side, section in run.pools[pool]["magnitude"].items():
             cells = [value_cell(section.get("mean")), rate_cell(section.get("cv"))]
             for kind in ("topk", "corpus", "pairs"):
                 cells.append(value_cell(section.get("cohens_d", {}).get(kind), effect=True))
                 if side in ranked and (reason := section["cohens_d"].get(f"{kind}_reason")) is not None:
-                    told.setdefault(f"no d ({kind}) of {side}s: {printable(reason)}", []).append(name)
+                    notes.setdefault(f"no d ({kind}) of {side}s: {printable(reason)}", []).append(name)
             rows.append((f"{name}\n{side}s" + (f", ranked in {LONG[ranked[side]]}" if side in ranked else ""), cells))
     columns = ["run", "mean\nnorm", "CV", "d\ntop 10", "d\ncorpus", "d\npairs"]
-    return Table(
-        f"embedding norms · {place(runs, pool)}", columns, rows, [_D] * (pool == MAIN_POOL) + _shared(told, runs)
-    )
+    shown = [_D] * (pool == MAIN_POOL) + _shared(notes, runs)
+    return Table(f"embedding norms · {place(runs, pool)}", columns, rows, shown)
 
 
 def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document", pool: str = MAIN_POOL) -> Table | None:
@@ -251,24 +236,20 @@ def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document",
     groups = next(iter(sections.values()))[by].get(attribute)
     if not groups:
         return None
-    rows: list[tuple[str, list[Cell]]] = [("n", [Cell(str(group["n"]), value=group["n"]) for group in groups])]
+    whole = by == "by_document"
+    heads = [printable(group["group"], 22) for group in groups] + ["rank\ncorrelation"] * whole
+    rows = [("n", [Cell(str(group["n"]), value=group["n"]) for group in groups] + [text_cell(None)] * whole)]
     for name, section in sections.items():
         values = section[by].get(attribute) or []
         if [v["group"] for v in values] != [g["group"] for g in groups]:
             continue  # a run that was evaluated without the attribute, or with other groups of it
-        follows = section["spearman"].get(attribute) if by == "by_document" else None
-        if by == "by_document":
-            rows.append(
-                (f"{name}, mean norm", [*(value_cell(v["mean"]) for v in values), value_cell(follows, effect=True)])
-            )
-        rows.append((f"{name}, d top 10", [value_cell(v["topk"], effect=True) for v in values]))
-    title = f"{side} norm by {_ATTRIBUTES.get(attribute, attribute)}" + (" of the query" if by == "by_query" else "")
-    heads = [printable(group["group"], 22) for group in groups] + (["rank\ncorrelation"] if by == "by_document" else [])
-    return Table(
-        f"{title} · {place(runs, pool)}",
-        ["run", *heads],
-        [(h, c + [text_cell(None)] * (len(heads) - len(c))) for h, c in rows],
-    )
+        effects = [value_cell(v["topk"], effect=True) for v in values]
+        if whole:
+            correlation = value_cell(section["spearman"].get(attribute), effect=True)
+            rows.append((f"{name}, mean norm", [*(value_cell(v["mean"]) for v in values), correlation]))
+        rows.append((f"{name}, d top 10", effects + [text_cell(None)] * whole))
+    title = f"{side} norm by {_ATTRIBUTES.get(attribute, attribute)}" + ("" if whole else " of the query")
+    return Table(f"{title} · {place(runs, pool)}", ["run", *heads], rows)
 
 
 def diagnostics_tables(runs: Runs, pool: str = MAIN_POOL) -> tuple[Table, Table] | None:
@@ -290,16 +271,14 @@ def diagnostics_tables(runs: Runs, pool: str = MAIN_POOL) -> tuple[Table, Table]
             cells.append(value_cell(value))
             if reason:
                 reasons.setdefault(printable(reason, 200), {}).setdefault(label, []).append(head.replace("\n", " "))
-        if any(cell.text != NO for cell in cells):
+        if any(cell.kind != "none" for cell in cells):
             rows.append((f"{label}\n{about}", cells))
-    notes = [
-        "does not exist: "
-        + ", ".join(label + (f" ({', '.join(at)})" if len(at) < len(sections) else "") for label, at in labels.items())
-        + f": {reason}"
-        for reason, labels in reasons.items()
-    ]
+    notes = []
+    for reason, labels in reasons.items():
+        where = (label + (f" ({', '.join(at)})" if len(at) < len(sections) else "") for label, at in labels.items())
+        notes.append(f"does not exist: {', '.join(where)}: {reason}")
     alpha = alpha_note({head.replace("\n", " "): section for head, section in sections.items()})
-    notes += [alpha] if alpha is not None else []
+    notes += [] if alpha is None else [alpha]
     flat = {head: _flat(section) for head, section in sections.items()}
     names = list(dict.fromkeys(name for values in flat.values() for name in values))
     every = [(name, [flat[head].get(name, text_cell(None)) for head in sections]) for name in names]
@@ -321,18 +300,19 @@ def _flat(section: Json, prefix: str = "") -> dict[str, Cell]:
 
 def settings_tables(runs: Runs, settings: Mapping[str, Json | None]) -> tuple[Table, Table]:
     """(settings that differ, all the others) of runs: of config.yaml, and what results.json tells of the training."""
-    facts = [_facts(run.json, settings.get(name)) for name, run in runs.items()]
-    names = list(dict.fromkeys(name for one in facts for name in one))
-    rows = {name: (name, [one.get(name, text_cell(None)) for one in facts]) for name in names}
-    differ = [n for n in names if len({cell.text for cell in rows[n][1]}) > 1]
-    heads = ["setting", *runs]
-    return (
-        Table("settings that differ between the runs", heads, [rows[n] for n in differ]),
-        Table("settings and versions", heads, [rows[n] for n in names if n not in differ]),
+    cells = {name: _settings(run.json, settings.get(name)) for name, run in runs.items()}
+    names = list(dict.fromkeys(name for one in cells.values() for name in one))
+    rows = [(name, [one.get(name, text_cell(None)) for one in cells.values()]) for name in names]
+    unlike = [len({cell.text for cell in row}) > 1 for _, row in rows]
+    titles = {"settings that differ between the runs": True, "settings and versions": False}
+    differ, same = (
+        Table(title, ["setting", *runs], [row for row, one in zip(rows, unlike, strict=True) if one is kind])
+        for title, kind in titles.items()
     )
+    return differ, same
 
 
-def _facts(results: Json, settings: Json | None) -> dict[str, Cell]:
+def _settings(results: Json, settings: Json | None) -> dict[str, Cell]:
     cells = {printable(k, 80): text_cell(repr(v) if v in ("", "\t") else v, 200) for k, v in (settings or {}).items()}
     for head in ("trained_with", "data", "evaluation", "versions"):
         for name, cell in _flat(results.get(head) or {}, f"{head} · ").items():
@@ -346,10 +326,9 @@ def files_table(rates: Mapping[str, Mapping[str, Sequence[float]]], paired: Sequ
     for (name, values), change in zip(rates.items(), paired, strict=True):
         cells = [rate_cell(values[m][0], values[m][1:]) for m in TEXT_HEADS]
         rows.append((name, [cells[0], *_tested(change), *cells[1:]]))
-    heads = list(TEXT_HEADS.values())
-    return Table(
-        "TREC run files", ["run", heads[0], "less\nthe first", "p\n(Holm)", "detectable", *heads[1:]], rows, [_NOISE]
-    )
+    first, *others = TEXT_HEADS.values()
+    columns = ["run", first, "less\nthe first", "p\n(Holm)", "detectable", *others]
+    return Table("TREC run files", columns, rows, [_NOISE])
 
 
 def _tested(change: Json | None) -> list[Cell]:
@@ -394,24 +373,18 @@ def _alike(section: Json) -> list[list[str]]:
     return list(groups.values())
 
 
-def _shared(told: Mapping[str, list[str]], runs: Runs) -> list[str]:
+def _shared(notes: Mapping[str, list[str]], runs: Runs) -> list[str]:
     """Notes, each with the names of the runs that it is about where it is not about all."""
-    return [
-        text if len(names) == len(runs) else f"{text} ({', '.join(printable(name, 40) for name in names)})"
-        for text, names in told.items()
-    ]
+    names = {text: ", ".join(printable(name, 40) for name in about) for text, about in notes.items()}
+    return [text if len(notes[text]) == len(runs) else f"{text} ({names[text]})" for text in notes]
 
 
 def place(runs: Runs, pool: str) -> str:
     """Pool, candidates and queries in words."""
     results = next(iter(runs.values()))
-    place = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
-    sides = ("documents",) if "n_documents" in place else ("images", "texts")
-    held = ", ".join(
-        f"{place[f'n_{side}']:,} {side}" if is_number(place[f"n_{side}"]) else f"{place[f'n_{side}']} {side}"
-        for side in sides
-    )
-    return printable(
-        f"pool {printable(pool, 40)}: {held}; queries " + ", ".join(f"{n} {d}" for d, n in place["n_queries"].items()),
-        200,
-    )
+    about = results.json["data"] if pool == MAIN_POOL else results.json["pools"][pool]
+    sides = ("documents",) if "n_documents" in about else ("images", "texts")
+    counts = {side: about[f"n_{side}"] for side in sides}
+    held = ", ".join(f"{n:,} {side}" if is_number(n) else f"{n} {side}" for side, n in counts.items())
+    queries = ", ".join(f"{n} {d}" for d, n in about["n_queries"].items())
+    return printable(f"pool {printable(pool, 40)}: {held}; queries {queries}", 200)

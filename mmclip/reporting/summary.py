@@ -14,20 +14,9 @@ from mmclip.evaluation.comparison import change, same_data
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import CORRECTED, NATIVE, Results
 from mmclip.models.metadata import trained_directions
-from mmclip.reporting.run_tables import (
-    FEW_CLUSTERS,
-    HEADS,
-    LONG,
-    TEXT_HEADS,
-    Runs,
-    comparison_tables,
-    main_metric,
-    overview,
-    place,
-    run_tables,
-    verdict_lines,
-)
-from mmclip.reporting.table import Cell, rate, rate_cell, show, signed, text_cell
+from mmclip.reporting import run_tables as tables
+from mmclip.reporting.run_tables import FEW_CLUSTERS, LONG, Runs, main_metric, metric_cell, metric_heads
+from mmclip.reporting.table import Cell, rate, show, signed
 
 Json = dict[str, Any]
 ROWS = 3  # runs of a summary: the reference, the judged one, and one more
@@ -68,35 +57,45 @@ def summarize(
     run, reference = runs[subject], next((n for n in names if n != subject), None)
     directions = list(run.json["retrieval"])
     metric = main_metric(directions[0])
-    heads = TEXT_HEADS if directions == ["q2d"] else HEADS
-    own = {d: _paired(run, d, metric, "cosine", run, NATIVE if _by_norm(run, d, metric) else "dot") for d in directions}
-    uses = any(_by_norm(run, d, metric) for d in directions)
-    changes, against = own, "ranking with norms against ranking by cosine" if uses else "ranking by dot against cosine"
-    ways, theirs = dict.fromkeys(directions, NATIVE), {}
+    head = metric_heads(directions[0])[metric]
+    by_norm = {d: _by_norm(run, d, metric) for d in directions}
+    own = {d: _paired(run, d, metric, "cosine", run, NATIVE if by_norm[d] else "dot") for d in directions}
+    served_by, references = {d: served(run, d) for d in directions}, dict[str, str]()
     if reference is not None:
-        same_data(runs[reference], run)
-        ways = {d: served(run, d) for d in directions}
-        theirs = {d: ways[d] if ways[d] in runs[reference].json["retrieval"][d] else NATIVE for d in directions}
-        changes = {d: _paired(runs[reference], d, metric, theirs[d], run, ways[d]) for d in directions}
+        other = runs[reference]
+        same_data(other, run)
+        references = {d: s if s in other.json["retrieval"][d] else NATIVE for d, s in served_by.items()}
+        changes = {d: _paired(other, d, metric, references[d], run, served_by[d]) for d in directions}
         against = f"{printable(subject, 40)} against {printable(reference, 40)}"
     elif start is not None:
-        ways = {d: served(run, d) for d in directions}
-        changes = {d: _apart(start, run, d, metric, ways[d]) for d in directions}
+        changes = {d: _apart(start, run, d, metric, served_by[d]) for d in directions}
         against = f"{printable(subject, 40)} against the untrained model"
-    because = ", ".join(f"{LONG[d]} {signed(c['delta'])}" + (f" [{', '.join(map(signed, c['ci']))}]" if c["ci"] else "")
-                        for d, c in changes.items())  # fmt: skip
+    else:
+        changes, served_by = own, dict.fromkeys(directions, NATIVE)
+        against = "ranking with norms against ranking by cosine"
+        against = against if any(by_norm.values()) else "ranking by dot against cosine"
+    because = [
+        f"{LONG[d]} {signed(c['delta'])}" + (f" [{', '.join(map(signed, c['ci']))}]" if c["ci"] else "")
+        for d, c in changes.items()
+    ]
     norms = _norms(verdicts)
-    if not norms and uses and changes is not own:
+    if not norms and any(by_norm.values()) and changes is not own:
         norms = f"ranking with norms against ranking by cosine: {_relations(own)}"
-    shown = [n for n in dict.fromkeys([reference, subject, *names]) if n is not None][:ROWS]
-    by = {n: theirs if n == reference else {d: served(runs[n], d) for d in directions} for n in shown}
-    rows = [(_called(n, runs[n]), [_cell(runs[n], d, metric, by[n][d]) for d in directions]) for n in shown]
+    rows = []
+    for name in [n for n in dict.fromkeys([reference, subject, *names]) if n is not None][:ROWS]:
+        scorings = references if name == reference else {d: served(runs[name], d) for d in directions}
+        rows.append((_called(name, runs[name]), [_cell(runs[name].json, d, metric, scorings[d]) for d in directions]))
     if start is not None and len(rows) < ROWS:
-        rows.insert(0, ("the untrained model", [_cell(Results(start, {}), d, metric, NATIVE) for d in directions]))
-    facts = [("answer", f"{against}: {_relations(changes, ways)}"), ("because", f"{heads[metric]} {because}"), ("norms", norms),
-             ("how sure", _sure(runs, changes, directions)), ("scope", _scope(run))]  # fmt: skip
-    columns = [f"{heads[metric]}, 95% interval", *(LONG[d] for d in directions)]
-    return Summary(columns, rows, [(head, text) for head, text in facts if text])
+        rows.insert(0, ("the untrained model", [_cell(start, d, metric, NATIVE) for d in directions]))
+    facts = {
+        "answer": f"{against}: {_relations(changes, served_by)}",
+        "because": f"{head} {', '.join(because)}",
+        "norms": norms,
+        "how sure": _sure(runs, changes, directions),
+        "scope": _scope(run),
+    }
+    columns = [f"{head}, 95% interval", *(LONG[d] for d in directions)]
+    return Summary(columns, rows, [(name, text) for name, text in facts.items() if text])
 
 
 def judged(runs: Runs) -> str:
@@ -126,10 +125,10 @@ def print_ending(
 ) -> None:
     """Print what every command ends with; ``verbose``: every table before it."""
     if verbose:
-        show([*(comparison_tables(runs) if len(runs) > 1 else []), *run_tables(runs, groups=True)])
-        print("\n".join(verdict_lines(verdicts)), end="\n" * bool(verdicts))
+        show([*(tables.comparison_tables(runs) if len(runs) > 1 else []), *tables.run_tables(runs, groups=True)])
+        print("\n".join(tables.verdict_lines(verdicts)), end="\n" * bool(verdicts))
     elif len(runs) > ROWS:
-        show([overview(runs)])
+        show([tables.overview(runs)])
     print("\n".join(summary_lines(runs, subject, start, verdicts)))
 
 
@@ -149,11 +148,9 @@ def _by_norm(run: Results, direction: str, metric: str) -> bool:
 
 
 def _paired(a: Results, direction: str, metric: str, before: str, b: Results, after: str) -> Json:
-    first, second = (
-        a.query_values(MAIN_POOL, direction, before, metric),
-        b.query_values(MAIN_POOL, direction, after, metric),
-    )
-    return change(first.astype(np.float64), second.astype(np.float64), b.clusters(MAIN_POOL, direction))
+    first = a.query_values(MAIN_POOL, direction, before, metric).astype(np.float64)
+    second = b.query_values(MAIN_POOL, direction, after, metric).astype(np.float64)
+    return change(first, second, b.clusters(MAIN_POOL, direction))
 
 
 def _apart(start: Json, run: Results, direction: str, metric: str, scoring: str) -> Json:
@@ -172,29 +169,28 @@ def _relations(changes: dict[str, Json], scorings: Mapping[str, str] | None = No
     >>> _relations({"i2t": up, "t2i": noise}, {"i2t": "native", "t2i": "corrected"})
     'image → text better; text → image within noise (corrected)'
     """
-    words = {
-        d: "within noise" if c["within_noise"] else "better" if c["delta"] > 0 else "worse" for d, c in changes.items()
-    }
+    words = {}
+    for d, c in changes.items():
+        words[d] = "within noise" if c["within_noise"] else "better" if c["delta"] > 0 else "worse"
     way = {d: f" ({s})" if s != NATIVE else "" for d, s in (scorings or dict.fromkeys(changes, NATIVE)).items()}
-    if len(changes) == 2 and len({(words[d], way[d]) for d in changes}) == 1:
-        first = next(iter(changes))
-        return f"{words[first]} in both directions{way[first]}"
+    if len(changes) == 2 and len({words[d] + way[d] for d in changes}) == 1:
+        return next(f"{words[d]} in both directions{way[d]}" for d in changes)
     return "; ".join(f"{LONG[d]} {words[d]}{way[d]}" for d in changes)
 
 
 def _norms(verdicts: Sequence[Json]) -> str:
     """Verdicts on the main pool in a line: learned, useful, and why."""
-    found = next((v for v in verdicts if v["pool"] == MAIN_POOL), None)
-    if found is None:
+    verdict = next((v for v in verdicts if v["pool"] == MAIN_POOL), None)
+    if verdict is None:
         return ""
-    learned, useful = found["learned"], found["useful"]
+    learned, useful = verdict["learned"], verdict["useful"]
     words = {True: "learned", False: "not shown to be learned", None: "learned or not: open"}[learned["verdict"]]
     if "d_run" in learned:
         words += f" (d {learned['d_run']:+.2f}, control {learned['d_control']:+.2f})"
     words += "; " + {True: "useful", False: "not shown to be useful", None: "useful or not: open"}[useful["verdict"]]
     if useful["verdict"] is None and useful.get("native_minus_baseline_cosine"):
         words += ", native is within noise of the baseline's cosine"
-    return f"{words} ({LONG[found['direction']]})".replace("-", "−")
+    return f"{words} ({LONG[verdict['direction']]})".replace("-", "−")
 
 
 def _sure(runs: Runs, changes: dict[str, Json], directions: Sequence[str]) -> str:
@@ -210,7 +206,7 @@ def _sure(runs: Runs, changes: dict[str, Json], directions: Sequence[str]) -> st
 def _scope(run: Results) -> str:
     data = run.json["data"]
     split = f" [{printable(data['split'], 40)}]" if data.get("split") is not None else ""
-    return f"{printable(data.get('path') or 'data without a name', 60)}{split}, {place({'': run}, MAIN_POOL)}"
+    return f"{printable(data.get('path') or 'data without a name', 60)}{split}, {tables.place({'': run}, MAIN_POOL)}"
 
 
 def _called(name: str, run: Results) -> str:
@@ -219,12 +215,9 @@ def _called(name: str, run: Results) -> str:
     return printable(name, 40) + (f" ({printable(how, 30)})" if how else "")
 
 
-def _cell(run: Results, direction: str, metric: str, scoring: str) -> Cell:
-    numbers = run.json["retrieval"].get(direction, {}).get(scoring)
-    if numbers is None:
-        return text_cell(None)
-    cell = rate_cell(numbers[metric], (numbers.get("ci") or {}).get(metric))
-    cell.detail += f" {scoring}" if scoring != NATIVE else ""
+def _cell(results: Json, direction: str, metric: str, scoring: str) -> Cell:
+    cell = metric_cell(results["retrieval"].get(direction, {}).get(scoring), metric)
+    cell.detail += f" {scoring}" if scoring != NATIVE and cell.kind != "none" else ""
     return cell
 
 
@@ -234,6 +227,5 @@ def zero_shot_line(section: Json) -> str:
     where = f"{printable(Path(data['path']).name, 60)} [{printable(data['split'], 40)}]"
     rates = ", ".join(f"{name} {rate(value, section['ci'][name])}" for name, value in section["acc1"].items())
     skipped = f"; {len(section['skipped'])} skipped" if section["skipped"] else ""
-    return (
-        f"zero-shot, {where}, {section['n_classes']} classes, {section['n_images']:,} images, acc@1: {rates}{skipped}"
-    )
+    sizes = f"{section['n_classes']} classes, {section['n_images']:,} images"
+    return f"zero-shot, {where}, {sizes}, acc@1: {rates}{skipped}"

@@ -10,6 +10,7 @@ import csv
 import functools
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,35 +81,31 @@ class Table:
     def to_rich(self) -> RichTable:
         """The table without title and notes; ``console.print(table)`` shows all three. Where it would be too wide,
         intervals stand in the first column of values alone; a name may be cut, a number never is."""
-        table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-        tall = max(name.count("\n") for name in self.columns)
         heads = [[printable(line, MAX_HEAD) for line in name.split("\n")] for name in self.columns]
-        explained = [printable(head.partition("\n")[2]) for head, cells in self.rows if cells]
-        short = all(len(text) <= MAX_SHORT for text in explained)
-        names = [_name(head, short or not cells) for head, cells in self.rows]
-        texts = [[_inline(cell, True) for cell in cells] for _, cells in self.rows]
-        wide = [
-            max([*map(len, heads[i + 1]), *(len(row[i]) for row in texts if row)]) + 2 for i in range(len(heads) - 1)
+        explained = [printable(head.partition("\n")[2]) for head, _ in self.rows]
+        short = all(len(text) <= MAX_SHORT for text, (_, cells) in zip(explained, self.rows, strict=True) if cells)
+        names = [
+            printable(head.partition("\n")[0], MAX_HEAD) + (f" {text}" if text and (short or not cells) else "")
+            for text, (head, cells) in zip(explained, self.rows, strict=True)
         ]
-        if sum(wide) + max(map(len, names), default=0) > MIN_WIDTH:
-            texts = [[_inline(cell, i == 0) for i, cell in enumerate(cells)] for _, cells in self.rows]
-            wide = [
-                max([*map(len, heads[i + 1]), *(len(row[i]) for row in texts if row)]) + 2
-                for i in range(len(heads) - 1)
-            ]
-        for i, head in enumerate(heads):
-            style: Json = (
-                {"justify": "right", "min_width": wide[i - 1]}
-                if i
-                else {"max_width": max(MIN_WIDTH - sum(wide) - 24 * (not short), 8)}
-            )
-            table.add_column(Text("\n".join([""] * (tall + 1 - len(head)) + head)), no_wrap=True, **style)
+        for everywhere in (True, False):
+            texts = [[_inline(cell, everywhere or i == 0) for i, cell in enumerate(cells)] for _, cells in self.rows]
+            shown = [row for row in texts if row]
+            wide = [max(map(len, [*head, *(row[i] for row in shown)])) + 2 for i, head in enumerate(heads[1:])]
+            if sum(wide) + max(map(len, names), default=0) <= MIN_WIDTH:
+                break
+        table = RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+        styles: list[Json] = [{"max_width": max(MIN_WIDTH - sum(wide) - 24 * (not short), 8)}]
+        styles += [{"justify": "right", "min_width": width} for width in wide]
+        for head, style in zip(heads, styles, strict=True):
+            above = [""] * (max(map(len, heads)) - len(head))
+            table.add_column(Text("\n".join(above + head)), no_wrap=True, **style)
         if not short:
             table.add_column("", no_wrap=False)
-        for name, row, (words, cells) in zip(names, texts, self.rows, strict=True):
-            shown = [Text(text, style=_STYLES.get(cell.kind, "")) for text, cell in zip(row, cells, strict=True)]
-            more = [] if short or not cells else [Text("  " + printable(words.partition("\n")[2]), style="dim")]
-            table.add_row(Text(name), *shown, *more)
+        for name, row, text, (_, cells) in zip(names, texts, explained, self.rows, strict=True):
+            dim = ("dim" if cell.kind in ("none", "noise") else "" for cell in cells)
+            more = [] if short or not cells else [Text(f"  {text}", style="dim")]
+            table.add_row(Text(name), *map(Text, row, dim), *more)
         return table
 
     def __rich__(self) -> Group:
@@ -133,27 +130,23 @@ class Table:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(name.replace("\n", " ") for name in self.columns)
-        for head, cells in self.rows:
-            writer.writerow(
-                [head.partition("\n")[0], *(_plain(c.text if c.value is None else c.value, c) for c in cells)]
-            )
+        writer.writerows([head.partition("\n")[0], *map(_plain, cells)] for head, cells in self.rows)
         write_text_atomically(path, text.getvalue().encode("utf-8", "backslashreplace").decode())
         return path
 
 
-_STYLES = {"none": "dim", "noise": "dim"}
-
-
-def _name(head: str, whole: bool) -> str:
-    """A row's head in a terminal, with its explanation where that is short."""
-    name, _, explained = head.partition("\n")
-    return printable(name, MAX_HEAD) + (f" {printable(explained)}" if whole and explained else "")
-
-
 def _inline(cell: Cell, detail: bool) -> str:
-    """A cell in one line of a terminal."""
     mark = "~" if cell.kind == "noise" else ""
     return printable(f"{mark}{cell.text} {cell.detail if detail else ''}".rstrip(), 80)
+
+
+def _plain(cell: Cell) -> str:
+    value = cell.text if cell.value is None else cell.value
+    if cell.kind == "none" or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return repr(float(value)) if isinstance(value, float) else str(value)
 
 
 @functools.cache
@@ -161,14 +154,6 @@ def templates() -> Environment:
     """Templates of pages: everything is escaped, and an undefined name is an error."""
     loader = PackageLoader("mmclip.reporting")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-
-
-def _plain(value: object, cell: Cell) -> str:
-    if cell.kind == "none" or (isinstance(value, float) and not math.isfinite(value)):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return repr(float(value)) if isinstance(value, float) else str(value)
 
 
 def make_console(file: IO[str] | None = None) -> Console:
@@ -203,7 +188,8 @@ def rate(value: float | None, ci: Sequence[float] | None = None) -> str:
     >>> rate(0.4521), rate(1.0), rate(-0.25), rate(0.4521, [0.42, 0.48]), rate(None)
     ('.452', '1.000', '−.250', '.452 ±.030', '–')
     """
-    return NO if value is None else _bare(f"{value:.3f}") + _half(ci)
+    half = "" if ci is None else f" ±{_bare((ci[1] - ci[0]) / 2)}"
+    return NO if value is None else _bare(value) + half
 
 
 def signed(value: float) -> str:
@@ -212,7 +198,7 @@ def signed(value: float) -> str:
     >>> signed(0.0312), signed(-1.5)
     ('+.031', '−1.500')
     """
-    return _bare(f"{value:+.3f}")
+    return _bare(value, "+")
 
 
 def span(ci: Sequence[float] | None) -> str:
@@ -223,8 +209,7 @@ def span(ci: Sequence[float] | None) -> str:
     """
     if ci is None or not all(map(is_number, ci)):
         return ""
-    lo, hi = (_bare(f"{x:.3f}") for x in ci)
-    return f"{lo}, {hi}" if ci[0] < 0 else f"{lo}–{hi}"
+    return (", " if ci[0] < 0 else "–").join(map(_bare, ci))
 
 
 def number(value: float | None) -> str:
@@ -236,14 +221,9 @@ def number(value: float | None) -> str:
     return NO if value is None else f"{value:#.4g}".replace("-", "−")
 
 
-def _half(ci: Sequence[float] | None) -> str:
-    return "" if ci is None else " ±" + _bare(f"{(ci[1] - ci[0]) / 2:.3f}")
-
-
-def _bare(number: str) -> str:
-    """0.452 -> .452; the sign stays."""
-    short = number.replace("0.", ".", 1) if number.lstrip("+-").startswith("0.") else number
-    return short.replace("-", "−")
+def _bare(value: float, sign: str = "") -> str:
+    """Three digits after a point without its leading zero."""
+    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:{sign}.3f}").replace("-", "−")
 
 
 def text_cell(value: object, limit: int = 80) -> Cell:

@@ -12,7 +12,7 @@ from typing import Any
 from mmclip.config.clip import LossConfig
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import CORRECTED, NATIVE, START_FILE, Results, load_results
-from mmclip.reporting.source import read_lines
+from mmclip.reporting.page import read_lines
 from mmclip.roles import CLIP_DIRECTIONS, direction_weights
 from mmclip.study.plan import StudyRun, is_finished, seconds_of
 from mmclip.training.log import METRICS

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmclip.reporting.examples import QUERIES, SIDE, examples
-from mmclip.reporting.source import read_runs
+from mmclip.reporting.page import read_runs
 from tests.helpers.reporting import COSINE, make_pictures, make_run
 
 

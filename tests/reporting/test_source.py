@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmclip.evaluation.results import Results
-from mmclip.reporting.source import read_items, read_lines, read_settings
+from mmclip.reporting.page import read_items, read_lines, read_settings
 
 
 def test_torn_and_odd_lines_are_passed_over(tmp_path):
