@@ -1,8 +1,7 @@
 """Configs: every command's flags and settings files as checked dataclasses.
 
-parse(cls, argv) reads a command line, load_config(cls, path) a YAML file, from_settings(cls, mapping) a mapping; the
-classes are TrainConfig, EvaluateConfig, TextTrainConfig, StudyConfig and so on. Nothing here imports torch, or anything of
-mmclip but its errors.
+parse(cls, argv) reads a command line, load_config(cls, path) a YAML file, from_settings(cls, mapping) a mapping.
+Main types: TrainConfig, EvaluateConfig, TextTrainConfig and so on. Imports errors and roles alone, and never torch.
 """
 
 from mmclip.config.clip import (
@@ -15,16 +14,7 @@ from mmclip.config.clip import (
     TrainConfig,
 )
 from mmclip.config.model_config import CONFIGS
-from mmclip.config.parser import (
-    Config,
-    Flag,
-    find_config,
-    from_settings,
-    load_config,
-    parse,
-    read_yaml,
-    values_of,
-)
+from mmclip.config.parser import Config, Flag, find_config, from_settings, load_config, parse, read_yaml, values_of
 from mmclip.config.sections import TextModelConfig
 from mmclip.config.study import AdviseConfig, DemoConfig, StudyConfig
 from mmclip.config.text import RagConfig, StsConfig, TextEvaluateConfig, TextTrainConfig

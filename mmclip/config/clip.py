@@ -109,8 +109,8 @@ class ScheduleConfig(Config):
     """Changes over a run."""
 
     gamma_schedule: Annotated[str, one_of("none", "switch", "anneal")] = "none"
-    """Schedule from --gamma-from to --norm: at once at --gamma-start, or linearly from there to --gamma-end; alpha keeps
-    the effective scale."""
+    """Schedule from --gamma-from to --norm: at once at --gamma-start, or linearly from there to --gamma-end; alpha
+    keeps the effective scale."""
     gamma_from: Annotated[str, one_of(*FIXED_NORMS)] = "cosine"  # Normalization at the start of a schedule.
     gamma_start: Steps = 0.5  # Step, or fraction of the run, at which the schedule leaves --gamma-from.
     gamma_end: Steps = 0.75  # Step, or fraction of the run, at which an anneal arrives at --norm.
@@ -149,8 +149,9 @@ class ModelConfig(Config):
     model: str = "ViT-B-32"  # Model: an open_clip model name, a model config JSON, or local-dir:FOLDER.
     pretrained: str | None = None  # Initial weights: an open_clip tag or a checkpoint file [random weights]
     init_from: str | None = None
-    """Start from a finished run: its folder, or its model folder. Architecture, weights, transform and tokenizer are its
-    own, whatever --model, --image-trunk and --text-trunk say; alpha keeps its effective scale without --logit-scale-init."""
+    """Start from a finished run: its folder, or its model folder. Architecture, weights, transform and tokenizer are
+    its own, whatever --model, --image-trunk and --text-trunk say; alpha keeps its effective scale without
+    --logit-scale-init."""
     image_trunk: ExistingPath | None = None  # Weights of a timm image trunk: safetensors or .pt.
     text_trunk: ExistingPath | None = None  # Hugging Face folder of the text trunk and tokenizer.
     pretrained_image: bool = False  # Load timm's own pretrained weights into a timm image trunk.
@@ -183,8 +184,8 @@ class ClipOptimizationConfig(Config):
     """Batches and AdamW of a CLIP run."""
 
     accum_freq: Count = 1
-    """Forward passes a step. The loss treats all their pairs as one batch, with that batch's exact gradients: less memory,
-    one more forward pass."""
+    """Forward passes a step. The loss treats all their pairs as one batch, with that batch's exact gradients: less
+    memory, one more forward pass."""
     loss_batch_size: Pairs | None = None
     """Pairs of a step in the loss, of all processes, encoded --batch-size at a time; it need not be a multiple
     [--batch-size x --accum-freq x processes]"""
@@ -254,8 +255,8 @@ class EncodeConfig(DeviceConfig, ImageFilesConfig):
     data: str = SCENES  # Data to encode: a folder in clip-benchmark's layout, shards, a CSV, or builtin:…
     split: str | None = None  # Split of a folder [test, else val]
     bank: str | None = None
-    """Query bank: training data whose captions (or images) correct every direction whose opposite was trained. With saved
-    embeddings another file of those; 'transductive' is the evaluation's own, which a real search lacks."""
+    """Query bank: training data whose captions (or images) correct every direction whose opposite was trained. With
+    saved embeddings another file of those; 'transductive' is the evaluation's own, which a real search lacks."""
     bank_split: str | None = None  # Split of the bank's folder [train]
     bank_size: Count = BANK_SIZE  # Captions (or images) drawn from the bank.
     batch_size: Count = 64  # Images and captions a batch.
@@ -302,17 +303,17 @@ class EvaluateConfig(VerdictConfig, ZeroShotConfig, EncodeConfig):
       D=logs/demo-scenes-seed0; mmclip evaluate --compare $D/baseline $D/qnorm --control $D/control --plot tradeoff.png
           finished runs, nothing encoded again: was magnitude learned, is it useful, and what did it cost?
 
-    Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with (a plain CLIP's is
-    cosine). A direction whose opposite was trained has two more: reversed, the trained scores read backwards, and, with
-    --bank, corrected: those less what each candidate scores on average over the bank.
+    Scorings: cosine, dot, qnorm, dnorm, and native, the normalization that the model was trained with (a plain CLIP's
+    is cosine). A direction whose opposite was trained has two more: reversed, the trained scores read backwards, and,
+    with --bank, corrected: those less what each candidate scores on average over the bank.
     """
 
     embeddings: str | None = None
     """Saved embeddings instead of a model: .safetensors or .npz, of mmclip embed or of any two encoders. Arrays image
     [N, D], text [M, D], image_ids, text_ids, text_image_ids."""
     distractors: list[str] | None = None
-    """Candidates that match nothing, each kind a pool of its own: data sets, or blank, noise, blurred, shuffled (images),
-    boilerplate, shuffled-words (captions)."""
+    """Candidates that match nothing, each kind a pool of its own: data sets, or blank, noise, blurred, shuffled
+    (images), boilerplate, shuffled-words (captions)."""
     output: str | None = None  # Folder of results.json [evaluations/DATA-SPLIT in the run, else in logs]
     report: bool = True  # Write report.html beside results.json: a page with pictures.
     verbose: bool = False  # End with every table, not with a summary alone.

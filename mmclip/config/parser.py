@@ -282,7 +282,7 @@ def find_config(name: str, study: bool = False, source: str = "--config") -> Pat
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, prog: str | None = None) -> C:
-    """Flags over settings file over defaults, as a checked config. Errors: UserError; --help leaves with exit code 0."""
+    """Flags over settings file over defaults, as a checked config. Errors: UserError; --help leaves with code 0."""
     flags = _split(cls, list(sys.argv[1:] if argv is None else argv), prog)
     file = flags.pop("config", None) if cls.has_config_file else None
     path = find_config(file) if file is not None else cls.default_file(flags)

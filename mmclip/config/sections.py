@@ -68,8 +68,8 @@ class SimilarityConfig(Config):
     norm: Norm = "cosine"
     """Normalized embeddings: both (cosine), none (dot), query (qnorm), document (dnorm), or learned exponents."""
     positives: Annotated[str, one_of(*POSITIVES)] = "mask"
-    """Other positives in the batch, exact duplicates included: left out of the denominator (mask), targets too (multi), or
-    negatives (none)."""
+    """Other positives in the batch, exact duplicates included: left out of the denominator (mask), targets too (multi),
+    or negatives (none)."""
     logit_scale_init: Positive | None = None
     """Initial effective logit scale, 1 / temperature [14.29, or the checkpoint's]"""
     logit_scale_max: Positive = 100.0  # Upper limit of the effective logit scale.
@@ -120,8 +120,8 @@ class RunConfig(Config):
     """Settings that may differ when a run is continued with --resume; it goes on with the new ones."""
     report_to: Annotated[str, one_of("none", "tensorboard")] = "none"  # Further logs, of the extra [tensorboard].
     benchmark: Count | None = None
-    """Measure N steps after a few to warm up: samples a second, MFU, peak memory and where the time goes. No run folder,
-    no validation."""
+    """Measure N steps after a few to warm up: samples a second, MFU, peak memory and where the time goes. No run
+    folder, no validation."""
     torchcompile: bool = False  # Compile the encoder with torch.compile.
     fsdp: bool = False
     """Shard the encoder's weights, gradients and moments over torchrun's processes (FSDP2); checkpoints stay whole."""

@@ -69,10 +69,12 @@ class AdviseConfig(ImageFilesConfig, TextModelConfig):
           an open_clip model on images with captions, both directions
 
     Raw embeddings of the training split are encoded once; on them a linear head, the identity at first, is trained with
-    each norm and several seeds, and judged on training queries that were held out whole. The rule, fixed before any number:
+    each norm and several seeds, and judged on training queries that were held out whole. The rule, fixed before any
+    number:
       1. Fewer than 30 held-out queries (images) for which any head finds anything: can't tell.
-      2. A norm is recommended where its head beats cosine's, and, where it keeps the documents' norms, also its control's
-         and its own embeddings ranked by cosine. Of several, the one whose gain over cosine is the most certain.
+      2. A norm is recommended where its head beats cosine's, and, where it keeps the documents' norms, also its
+         control's and its own embeddings ranked by cosine. Of several, the one whose gain over cosine is the most
+         certain.
       3. Else cosine, where no other norm can gain --margin or more.
       4. Else can't tell: norms that cannot gain --margin are named, and the smallest effect that would have shown.
     Not covered: training the encoder itself. Heads on frozen embeddings cannot restore what the encoder discarded.
@@ -83,8 +85,8 @@ class AdviseConfig(ImageFilesConfig, TextModelConfig):
     task: Annotated[str, one_of("auto", "text", "clip")] = "auto"  # auto: a folder with corpus.jsonl is text.
     split: str | None = None  # Training split; a BEIR folder without one lends its test queries [train]
     max_items: AtLeast100 | None = None
-    """Encode at most N documents (text) or images with their captions (clip). What the queries need is kept, the rest drawn
-    at random [6000 documents, 2500 images]"""
+    """Encode at most N documents (text) or images with their captions (clip). What the queries need is kept, the rest
+    drawn at random [6000 documents, 2500 images]"""
     direction: Annotated[str, one_of("q2d", "i2t", "t2i", "both")] | None = None
     """Trained directions: q2d (text); i2t or t2i alone, or both together, judged by their mean (clip) [q2d; both]"""
     held_out: HeldOut = 0.4  # Share of the training queries (images) that only judge.

@@ -49,7 +49,8 @@ class TextTrainConfig(RunConfig, OptimizationConfig, SimilarityConfig, TextModel
     """
 
     train_data: ExistingPath | None = None
-    """Training data: a BEIR folder, or triples: .tsv (query, positive, negatives…) or .jsonl (query, positive, negative…)."""
+    """Training data: a BEIR folder, or triples: .tsv (query, positive, negatives…) or .jsonl (query, positive,
+    negative…)."""
     train_split: str = "train"  # Split of the BEIR folder.
     val_data: list[str] | None = None
     """BEIR folders to evaluate the finished model on, each FOLDER or FOLDER:SPLIT [test]. The first is the run's
@@ -81,8 +82,8 @@ class TextTrainConfig(RunConfig, OptimizationConfig, SimilarityConfig, TextModel
     def check(self) -> None:
         self.check_model()
         if self.keep_normalize and self.norm != "cosine":
-            raise UserError(f"--keep-normalize with --norm {self.norm}: embeddings that end in a Normalize module have no "
-                            "magnitude to train; leave it out, or train --norm cosine")  # fmt: skip
+            why = "embeddings that end in a Normalize module have no magnitude to train"
+            raise UserError(f"--keep-normalize with --norm {self.norm}: {why}; leave it out, or train --norm cosine")
         if self.resume is not None and (self.resume != "latest" or self.name is None):
             raise UserError(f"{self.as_flag('resume')}: 'latest' is expected, with --name, the run to continue")
 
@@ -120,7 +121,7 @@ class TextEvaluateConfig(VerdictConfig, TextModelConfig):
 
 
 class StsConfig(OptimizationConfig, TextModelConfig):
-    """Check symmetry: order scored pairs of sentences by every scoring of a model, and train each normalization on them.
+    """Check symmetry: order scored sentence pairs by every scoring of a model, and train each normalization on them.
 
     Examples:
       mmclip sts --model DIR/all-MiniLM-L6-v2 --data DIR/stsb/dev.tsv
@@ -139,8 +140,8 @@ class StsConfig(OptimizationConfig, TextModelConfig):
     """Share of the --train pairs to hold out and evaluate on; no sentence stands on both sides of the split."""
     norms: list[Norm] = dataclasses.field(default_factory=lambda: list(FIXED_NORMS))  # Normalizations to train.
     scale: str | float | None = None
-    """Alpha of the trained scores, or 'auto': what makes the effective scale of the first batch --effective-scale [1 for
-    cosine, whose scores lie in -1 to 1, and 0.01, the paper's, for the others]"""
+    """Alpha of the trained scores, or 'auto': what makes the effective scale of the first batch --effective-scale [1
+    for cosine, whose scores lie in -1 to 1, and 0.01, the paper's, for the others]"""
     effective_scale: Positive = 1.0  # Alpha times the mean norms that are kept, at the start, with --scale auto.
     head_only: bool = False  # Freeze the encoder and train a residual layer on its embeddings: seconds a run.
     gamma_init: Inner = 0.5  # Initial exponent of both roles with --norms learned.
@@ -170,8 +171,8 @@ class StsConfig(OptimizationConfig, TextModelConfig):
         if self.train is None and self.data is None:
             raise UserError("--data is missing: a file of pairs")
         if self.train is not None and (self.data is None) == (self.holdout is None):
-            raise UserError("--train needs other pairs to evaluate on: either --data FILE, or --holdout, a share of the "
-                            "training pairs")  # fmt: skip
+            other = "either --data FILE, or --holdout, a share of the training pairs"
+            raise UserError(f"--train needs other pairs to evaluate on: {other}")
 
 
 class RagConfig(TextModelConfig):

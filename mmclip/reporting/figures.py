@@ -404,14 +404,12 @@ def named_points(points: Sequence[Point], most: int = SHOWN_ARMS) -> list[Point]
     """Points that a frontier names: baselines, and arms that no other one exceeds in both directions, natively or
     corrected; of more than ``most`` those with the best mean of both."""
 
-    def best(p: Point) -> list[tuple[float, float]]:
-        return [p.native, *([p.corrected] if p.corrected else [])]
-
-    ends = [at for p in points for at in best(p)]
-    front = [p for p in points if any(not any(x > a and y > b for x, y in ends) for a, b in best(p))]
-    front.sort(key=lambda p: -max(map(sum, best(p))))
-    named = {p.number for p in (*[p for p in points if p.kept], *[p for p in front if not p.kept][:most])}
-    return [p for p in points if p.number in named]
+    best = {p.number: [p.native, *([p.corrected] if p.corrected else [])] for p in points}
+    ends = [at for ats in best.values() for at in ats]
+    front = [p for p in points if any(not any(x > a and y > b for x, y in ends) for a, b in best[p.number])]
+    front.sort(key=lambda p: -max(map(sum, best[p.number])))
+    shown = [p for p in front if not p.kept][:most]
+    return [p for p in points if p.kept or p in shown]
 
 
 def _light(colour: Sequence[float]) -> float:

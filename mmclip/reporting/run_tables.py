@@ -129,16 +129,11 @@ def overview(runs: Runs, pool: str = MAIN_POOL, changes: Mapping[str, Json] | No
     for cell, (low, value, high) in barred:
         cell.bar = (low / end, value / end, high / end)
     notes = [note for note in (_NOISE if changes else None, encoded_unlike(runs)) if note is not None]
-    few = {d: n for d in directions(runs) if (n := few_clusters(next(iter(runs.values())), pool, d))}
-    few_words = "queries of {} clusters only; intervals over fewer than {} are too narrow."
-    notes += [f"{LONG[d]}: {few_words.format(n, FEW_CLUSTERS)}" for d, n in few.items()]
+    for d in directions(runs):
+        n = len(np.unique(next(iter(runs.values())).clusters(pool, d)))
+        words = f"{LONG[d]}: queries of {n} clusters only; intervals over fewer than {FEW_CLUSTERS} are too narrow."
+        notes += [words] if n < FEW_CLUSTERS else []
     return Table(f"at a glance · {place(runs, pool)}", columns, rows, notes)
-
-
-def few_clusters(run: Results, pool: str, direction: str) -> int:
-    """Number of independent queries (of images, in CLIP data) where it is below ``FEW_CLUSTERS``, else 0."""
-    n = len(np.unique(run.array(f"{pool}/{direction}/clusters")))
-    return n if n < FEW_CLUSTERS else 0
 
 
 def retrieval_table(runs: Runs, pool: str, direction: str) -> Table:
@@ -204,8 +199,16 @@ def seeds_table(runs: Runs, pool: str) -> Table | None:
             cells = [rate_cell(m["mean"], m["ci"]) if m else text_cell(None) for m in (native, *others)]
             cells.insert(1, Cell(f"{rate(native['low'])}–{rate(native['high'])}") if native else text_cell(None))
             rows.append((LONG[d], [Cell(str(len(group.runs))), *cells, *map(change_cell, gains)]))
-    columns = ["mean of seeds", "runs", "native", "lowest–\nhighest", "reversed", "corrected", "corrected\nless reversed",
-               "native less\nthe first's", "corrected less\nthe first's native"]  # fmt: skip
+    columns = [
+        "mean of seeds",
+        "runs",
+        "native",
+        "lowest–\nhighest",
+        "reversed",
+        "corrected",
+        "corrected\nless reversed",
+    ]
+    columns += ["native less\nthe first's", "corrected less\nthe first's native"]
     note = "Intervals cover the choice of queries and not that of seeds; lowest–highest is the range of the seeds."
     return Table(f"R@1 over seeds · {place(runs, pool)}", columns, rows, [note, _NOISE])
 
@@ -321,7 +324,7 @@ def _settings(results: Json, settings: Json | None) -> dict[str, Cell]:
 
 
 def files_table(rates: Mapping[str, Mapping[str, Sequence[float]]], paired: Sequence[Json | None]) -> Table:
-    """TREC run files: name -> metric -> (mean, low, high), and each one's nDCG@10 over the first's, None for nothing."""
+    """TREC run files: name -> metric -> (mean, low, high), and each one's nDCG@10 over the first's (or None)."""
     rows = []
     for (name, values), change in zip(rates.items(), paired, strict=True):
         cells = [rate_cell(values[m][0], values[m][1:]) for m in TEXT_HEADS]
@@ -341,13 +344,13 @@ def _tested(change: Json | None) -> list[Cell]:
 
 def verdict_lines(verdicts: Iterable[Json]) -> list[str]:
     """The two sentences of every comparison.verdict: were norms learned, are they useful?"""
-    answers = {True: "yes", False: "not shown", None: "open"}
-    return [
-        f"norms {kind}? {answers[verdict[kind]['verdict']]} ({verdict['direction']}, pool {printable(verdict['pool'])}): "
-        f"{printable(verdict[kind]['sentence'], 600)}"
-        for verdict in verdicts
-        for kind in ("learned", "useful")
-    ]
+    answers, lines = {True: "yes", False: "not shown", None: "open"}, []
+    for verdict in verdicts:
+        where = f"{verdict['direction']}, pool {printable(verdict['pool'])}"
+        for kind in ("learned", "useful"):
+            answer, sentence = answers[verdict[kind]["verdict"]], printable(verdict[kind]["sentence"], 600)
+            lines.append(f"norms {kind}? {answer} ({where}): {sentence}")
+    return lines
 
 
 def encoded_unlike(runs: Runs) -> str | None:

@@ -99,7 +99,7 @@ def summarize(
 
 
 def judged(runs: Runs) -> str:
-    """The run that a comparison is about: the first after the first that keeps its documents' norms, else the second."""
+    """The run that a comparison is about: the second, or the first after it that keeps its documents' norms."""
     first, *others = runs
     keep = [name for name in others if runs[name].json["evaluation"]["native"]["gamma_d"] != 1]
     return next(iter([*keep, *others]), first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from PIL import Image
 
 from mmclip.embeddings.files import Distractors, Embeddings
 from mmclip.evaluation.results import Results, save_results
+from mmclip.reporting.table import Table, make_console, show
 from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank
 from mmclip.similarity import Direction, Exponents
 from tests.helpers.evaluating import evaluate_clip
@@ -51,13 +53,9 @@ def make_run(
     **about: Any,
 ) -> Results:
     """An evaluated run with two kinds of training curves; with a ``bank`` also the other direction, corrected."""
-    facts = {
-        "model": "tiny",
-        "trained_with": {"loss": loss, "norm": norm, "gamma_q": native.gamma_q, "gamma_d": native.gamma_d},
-        "data": {"path": str(pictures), "split": "csv"},
-        "versions": {"mmclip": "0.1.0"},
-        **about,
-    }
+    trained = {"loss": loss, "norm": norm, "gamma_q": native.gamma_q, "gamma_d": native.gamma_d}
+    data = {"path": str(pictures), "split": "csv"}
+    facts = {"model": "tiny", "trained_with": trained, "data": data, "versions": {"mmclip": "0.1.0"}, **about}
     backwards: Any = {"scales": {Direction.I2T: 2.0}, "bank": QueryBank(TRANSDUCTIVE)} if bank else {}
     results = evaluate_clip(planted(0, noise, captions), native, facts, resamples=30, **backwards)
     save_results(results, folder)
@@ -68,7 +66,23 @@ def make_run(
     return results
 
 
-HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字" + "n" * 80
+def three_runs(folder: Path, pictures: Path, bank: bool = False) -> dict[str, Results]:
+    """sym/cosine, a run whose captions' norms were trained (with a bank), and its control."""
+    return {
+        "baseline": make_run(folder / "baseline", pictures, COSINE, "sym", "cosine", 1.4),
+        "qnorm": make_run(folder / "qnorm", pictures, bank=bank),
+        "control": make_run(folder / "control", pictures, COSINE, norm="cosine"),
+    }
+
+
+HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字<script>" + "n" * 80
+
+
+def printed(*tables: Table) -> str:
+    """Tables as a terminal shows them."""
+    out = io.StringIO()
+    show(tables, make_console(out))
+    return out.getvalue()
 
 
 def clip_run(native: Exponents, loss: str, name: str = "m", seed: int = 0, ones: int = 0) -> Results:
@@ -81,6 +95,7 @@ def clip_run(native: Exponents, loss: str, name: str = "m", seed: int = 0, ones:
         x, names = torch.ones(ones, 3), [str(i) for i in range(ones)]
         data = Embeddings(x, x, torch.tensor([[i, i] for i in range(ones)]), names, names)
         return evaluate_clip(data, native, {"model": name}, resamples=10)
+    extra = Distractors("distractors", torch.randn(9, 12, generator=gen), torch.randn(9, 12, generator=gen) * 50)
     data = Embeddings(
         image=image * (1 + torch.rand(N, 1, generator=own)),
         text=text,
@@ -89,9 +104,7 @@ def clip_run(native: Exponents, loss: str, name: str = "m", seed: int = 0, ones:
         captions=[HOSTILE + " word" * (t % 12) for t in range(2 * N)],
         levels=["full", HOSTILE] * N,
         n_objects=[i % 4 for i in range(N)],
-        distractors=[
-            Distractors("distractors", torch.randn(9, 12, generator=gen), torch.randn(9, 12, generator=gen) * 50)
-        ],
+        distractors=[extra],
     )
     return evaluate_clip(data, native, {"model": name, "trained_with": {"loss": loss}}, resamples=60)
 
@@ -136,6 +149,8 @@ class Page(html.parser.HTMLParser):
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         assert self.open == []
+        self.words = re.sub(r"\s+", " ", " ".join(self.text))
+        self.dots = [a["class"] for a in self.all("span") if str(a.get("class")).startswith("dot ")]
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -154,7 +169,3 @@ class Page(html.parser.HTMLParser):
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.tags if name == tag]
-
-    @property
-    def words(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.text))

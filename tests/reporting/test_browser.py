@@ -48,27 +48,13 @@ addEventListener("load", () => {
 
 def look(page: Path, folder: Path, dark: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
     """(what was measured at each width, lines of the console)."""
-    frames = "".join(
-        f'<iframe src="{page.as_uri()}" style="width:{w}px;height:900px;border:0"></iframe>' for w in WIDTHS
-    )
+    frames = [f'<iframe src="{page.as_uri()}" style="width:{w}px;height:900px;border:0"></iframe>' for w in WIDTHS]
     wrapper = folder / "wrapper.html"
-    wrapper.write_text(WRAPPER % {"frames": frames}, encoding="utf-8")
-    command = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--allow-file-access-from-files",
-        "--window-size=1700,1200",
-        f"--user-data-dir={folder / 'profile'}",
-        "--enable-logging=stderr",
-        "--v=0",
-        "--virtual-time-budget=10000",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-        "--dump-dom",
-        wrapper.as_uri(),
-    ]
+    wrapper.write_text(WRAPPER % {"frames": "".join(frames)}, encoding="utf-8")
+    flags = "headless no-sandbox disable-gpu hide-scrollbars allow-file-access-from-files window-size=1700,1200 v=0"
+    flags += f" enable-logging=stderr virtual-time-budget=10000 blink-settings=preferredColorScheme={0 if dark else 1}"
+    profile = f"--user-data-dir={folder / 'profile'}"
+    command = [str(CHROMIUM), *(f"--{flag}" for flag in flags.split()), profile, "--dump-dom", wrapper.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
@@ -85,11 +71,7 @@ def page(tmp_path_factory):
     alarms = {"still": "the loss stands " + "s" * 200}
     for name, native in names.items():
         make_run(folder / name, pictures, native, captions=captions, bank=True, alarms=alarms)
-    return write_page(
-        {n: folder / n for n in names},
-        folder / "report.html",
-        control=folder / "baseline",
-    )
+    return write_page({n: folder / n for n in names}, folder / "report.html", control=folder / "baseline")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -99,10 +81,8 @@ def test_the_page_is_whole_at_both_widths(page, tmp_path, dark):
     assert [f["width"] for f in found] == list(WIDTHS)
     for frame in found:
         assert frame["dark"] is dark
-        assert frame["scroll"] <= frame["width"], frame["outside"]
-        assert frame["outside"] == []
-        assert frame["tables"] >= 8
-        assert len(frame["pictures"]) > 30
+        assert frame["outside"] == [] and frame["scroll"] <= frame["width"]
+        assert frame["tables"] >= 8 and len(frame["pictures"]) > 30
         assert all(natural > 0 for natural, _ in frame["pictures"])
         assert frame["first"][0] < 1500  # the answer and the first picture come first
         assert frame["requests"] == []
@@ -124,7 +104,5 @@ def test_the_instrument_sees_what_it_looks_for(tmp_path):
     )
     (wide, narrow), console = look(bad, tmp_path)
     assert any("seen" in line for line in console)
-    assert wide["scroll"] == wide["width"]
-    assert narrow["scroll"] == 600
-    assert narrow["outside"]
+    assert wide["scroll"] == wide["width"] and narrow["scroll"] == 600 and narrow["outside"]
     assert wide["pictures"][0][0] == 0

@@ -71,9 +71,8 @@ def test_answers_are_the_rankings_with_lengths_and_pictures(run):
     ids = run.results.array("retrieval/t2i/native/top_ids")[at]
     lengths = run.results.array("retrieval/lengths/image")
     assert [a.text for a in example.documents] == [run.items.image_keys[i] for i in ids[: len(example.documents)]]
-    assert [a.numbers.split(" · ")[0] for a in example.documents] == [
-        f"norm {lengths[i]:.2f}" for i in ids[: len(example.documents)]
-    ]
+    norms = [a.numbers.split(" · ")[0] for a in example.documents]
+    assert norms == [f"norm {lengths[i]:.2f}" for i in ids[: len(norms)]]
     kind, _, content = example.documents[0].uri.partition(",")
     assert kind == "data:image/jpeg;base64"
     with Image.open(io.BytesIO(base64.b64decode(content))) as picture:
@@ -105,12 +104,9 @@ def test_without_pictures_the_sheets_are_the_same_with_keys(run, path, sentence)
     json = run.results.json | {"data": run.results.json["data"] | {"path": path}}
     bare = dataclasses.replace(run, results=dataclasses.replace(run.results, json=json))
     scoring, sheets, missing = examples(bare)
-    assert sentence in missing
-    assert missing.endswith(".")
-    assert not missing.endswith("..")
+    assert sentence in missing and missing.endswith(".") and not missing.endswith("..")
     pictured = examples(run)
-    assert scoring == pictured[0]
-    assert sheets
+    assert scoring == pictured[0] and sheets
     for a, b in zip(sheets, pictured[1], strict=True):
         assert a.words == b.words
         for x, y in zip((a.query, *a.documents), (b.query, *b.documents), strict=True):

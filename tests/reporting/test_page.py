@@ -8,18 +8,19 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from mmclip.commands import report
+from mmclip.config import ReportConfig, parse
 from mmclip.errors import UserError
-from mmclip.evaluation.results import load_results, save_results
-from mmclip.reporting.page import write_page
+from mmclip.evaluation.results import Results, load_results, save_results
+from mmclip.reporting.page import read_items, read_lines, read_settings, write_page
 from mmclip.reporting.summary import summarize
 from tests.helpers.evaluating import evaluate_clip
-from tests.helpers.reporting import COSINE, QNORM, Page, make_pictures, make_run, planted
-from tests.helpers.tiny import run_script
+from tests.helpers.reporting import COSINE, Page, make_pictures, make_run, planted, three_runs
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7*7 }}"
+NAMES = ("baseline", "qnorm", "control")
 
 
 @pytest.fixture(scope="module")
@@ -29,88 +30,80 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
-    """Three runs over the same pictures: sym/cosine, one whose captions' lengths were trained, and its control."""
+    """The folder of three runs over the same pictures."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, loss, norm, native, noise in (
-        ("baseline", "sym", "cosine", COSINE, 1.4),
-        ("qnorm", "asym-i2t", "qnorm", QNORM, 1.5),
-        ("control", "asym-i2t", "cosine", COSINE, 1.5),
-    ):
-        make_run(folder / name, pictures, native, loss, norm, noise)
+    three_runs(folder, pictures)
     return folder
 
 
-def copy_of(run: Path, to: Path) -> Path:
-    shutil.copytree(run, to)
-    return to
+@pytest.fixture
+def run(runs, tmp_path):
+    """A copy of qnorm that a test may change."""
+    return Path(shutil.copytree(runs / "qnorm", tmp_path / "run"))
 
 
-def test_a_run_has_every_section_and_its_numbers(runs, tmp_path):
-    path = write_page({"qnorm": runs / "qnorm"}, tmp_path / "report.html")
-    page = Page(path)
+def page_of(named: dict[str, Path], folder: Path, **more: Path) -> Page:
+    return Page(write_page(named, folder / "r.html", **more))
+
+
+def bare(number: float) -> str:
+    return f"{number:.3f}".replace("0.", ".")
+
+
+def test_a_run_has_every_section_its_numbers_and_its_best_and_worst(runs, tmp_path):
+    page = page_of({"qnorm": runs / "qnorm"}, tmp_path)
     ids = [a["id"] for a in page.all("section")]
     assert ids == ["message", "numbers", "norms", "curves", "retrievals", "diagnostics", "settings"]
     results = load_results(runs / "qnorm")
     section = results.json["retrieval"]["t2i"]["native"]
-    lo, hi = section["ci"]["success@1"]
-    for number in (section["success@1"], section["map"]):
-        assert f" {number:.3f}".replace(" 0.", " .").strip() in page.words
-    assert f"{lo:.3f}–{hi:.3f}".replace("0.", ".") in page.words
-    assert len(page.all("h1")) == 1
+    assert all(bare(section[metric]) in page.words for metric in ("success@1", "map"))
+    assert "–".join(map(bare, section["ci"]["success@1"])) in page.words
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
-    assert all(b <= a + 1 for a, b in pairwise(levels))
+    assert levels.count(1) == 1 and all(b <= a + 1 for a, b in pairwise(levels))
     assert "native = dot = qnorm" in page.words  # two rankings, not five
     assert page.words.count("(success@k: one relevant document is enough)") == 1
     assert "0.001" in page.words  # a setting of config.yaml
-    answer = summarize({"qnorm": results}).facts[0][1]
-    first = page.words.index(answer)
-    assert first < page.words.index("What it looks like") < page.words.index("Both directions")
+    answer = page.words.index(summarize({"qnorm": results}).facts[0][1])
+    assert answer < page.words.index("What it looks like") < page.words.index("Both directions")
+    ranks = results.array("retrieval/t2i/native/first_rank")
+    query = int(results.array("retrieval/t2i/queries")[ranks.argmax()])
+    norm = results.array("retrieval/lengths/text")[query]
+    assert f"first relevant at rank {ranks.max()} of 40" in page.words and "✓ relevant, missed" in page.words
+    assert f"caption {query} of picture {query // 3}" in page.words and f"query, norm {norm:.2f}" in page.words
+    assert page_of({"qnorm": runs / "qnorm"}, tmp_path).source == page.source  # however often it is written
 
 
-def test_the_page_needs_nothing_else(runs, tmp_path):
-    path = write_page({n: runs / n for n in ("baseline", "qnorm", "control")}, tmp_path / "all.html")
-    page = Page(path)
+def test_a_comparison_needs_nothing_else_and_has_differences_and_verdicts(runs, tmp_path):
+    named = {n: runs / n for n in NAMES}
+    page = page_of(named, tmp_path, control=runs / "control", baseline=runs / "baseline")
     assert not re.search(r"https?:|@import|url\((?!#)|//[a-z]", re.sub(r"base64,[\w+/=]+", "", page.source))
-    assert page.all("script") == []
+    assert page.all("script") == [] and len(page.source) < 3_000_000
+    assert len(page.all("img")) > 60
     assert all(a["src"].startswith("data:image/jpeg") and a["alt"] for a in page.all("img"))
     plots = [a for a in page.all("svg") if a.get("class") == "plot"]
-    assert len(plots) == 3 * 4 + 2 + 2 + 3 and all(
-        a["aria-label"] for a in plots
-    )  # norms, two of them twice, trade-offs, curves
-    for name, attributes in page.tags:
-        assert not any(a.startswith("on") for a in attributes), name
-    assert path.stat().st_size < 3_000_000
-    beside = sorted(p.name for p in (tmp_path / "all").iterdir())
-    assert "norms-text-1.svg" in beside
-    assert all(re.fullmatch(r"[\w-]+[.]svg", name) for name in beside)
-
-
-def test_a_comparison_has_differences_verdicts_and_the_trade_off(runs, tmp_path):
-    named = {n: runs / n for n in ("baseline", "qnorm", "control")}
-    page = Page(write_page(named, tmp_path / "c.html", control=runs / "control", baseline=runs / "baseline"))
-    assert "norms learned? " in page.words
-    assert "norms useful? not shown (i2t, pool retrieval)" in page.words
-    assert "qnorm less baseline" in page.words
-    assert "within noise" in page.words
-    assert any(str(a.get("aria-label")).startswith("Trade-off of 3 runs") for a in page.all("svg"))
-    assert "qnorm against baseline: " in page.words and page.source.count('class="card"') == 4 + 3 * 12
-    dots = [a["class"] for a in page.all("span") if str(a.get("class")).startswith("dot ")]
-    assert dots[:3] == ["dot r0", "dot r1", "dot r2"]
+    assert len(plots) == 3 * 4 + 2 + 2 + 3  # norms, two of them twice, trade-offs, curves
+    assert all(a["aria-label"] for a in plots) and any("Trade-off of 3 runs" in a["aria-label"] for a in plots)
+    assert not [name for name, attributes in page.tags if any(a.startswith("on") for a in attributes)]
+    beside = [p.name for p in (tmp_path / "r").iterdir()]
+    assert "norms-text-1.svg" in beside and all(re.fullmatch(r"[\w-]+[.]svg", name) for name in beside)
+    for words in ("norms learned? ", "norms useful? not shown (i2t, pool retrieval)", "qnorm less baseline",
+                  "within noise", "qnorm against baseline: "):  # fmt: skip
+        assert words in page.words
+    assert page.source.count('class="card"') == 4 + 3 * 12
+    assert page.dots[:3] == ["dot r0", "dot r1", "dot r2"]
 
 
 def test_every_run_has_a_colour_of_the_page_and_seeds_stand_together(pictures, tmp_path):
     for seed in range(13):
         make_run(tmp_path / f"r{seed}", pictures, COSINE, "sym", "cosine", seed=seed)
-    page = Page(write_page({f"r{i}": tmp_path / f"r{i}" for i in range(13)}, tmp_path / "r.html"))
-    dots = [a["class"] for a in page.all("span") if str(a.get("class")).startswith("dot ")]
-    assert dots[:13] == [f"dot r{i}" for i in (*range(12), 0)]
+    page = page_of({f"r{i}": tmp_path / f"r{i}" for i in range(13)}, tmp_path)
+    assert page.dots[:13] == [f"dot r{i}" for i in (*range(12), 0)]
     assert all(page.source.count(f".r{i}{{color:#") == 2 for i in range(12))  # light and dark
     assert "Over seeds" in page.words and "7 more runs are not shown here" in page.words
 
 
 def test_text_from_data_never_becomes_markup(pictures, tmp_path):
-    captions = [f"{EVIL} {i}" for i in range(120)]
-    results = make_run(tmp_path / "evil", pictures, captions=captions, bank=True)
+    results = make_run(tmp_path / "evil", pictures, captions=[f"{EVIL} {i}" for i in range(120)], bank=True)
     results.json |= {
         "model": EVIL,
         "alarms": {"x": EVIL},
@@ -120,55 +113,33 @@ def test_text_from_data_never_becomes_markup(pictures, tmp_path):
     results.json["retrieval"]["t2i"]["corrected"] |= {"bank": EVIL, "bank_size": EVIL, "alpha": "x"}
     save_results(results, tmp_path / "evil")
     (tmp_path / "evil" / "config.yaml").write_text(f"name: {json.dumps(EVIL)}\n", encoding="utf-8")
-    page = Page(write_page({"<b>x": tmp_path / "evil"}, tmp_path / "page.html"))
-    assert page.all("script") == []
-    assert page.all("b") == []
-    assert "&lt;b&gt;x" in page.source
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
-    assert "<script" not in page.source
+    page = page_of({"<b>x": tmp_path / "evil"}, tmp_path)
+    assert page.all("script") == page.all("b") == [] and "<script" not in page.source
+    assert "&lt;b&gt;x" in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
     assert EVIL in "".join(page.text)  # the reader sees what stood there, braces and quotes as well
     (style,) = re.findall(r"<style>(.*?)</style>", page.source, re.DOTALL)
-    assert "alert" not in style
     (policy,) = [a["content"] for a in page.all("meta") if "http-equiv" in a]
-    assert policy.startswith("default-src 'none'")
+    assert "alert" not in style and policy.startswith("default-src 'none'")
 
 
 def test_a_scoring_of_one_direction_stands_where_it_is(runs, pictures, tmp_path):
     results = make_run(tmp_path / "qnorm", pictures, bank=True)
     assert "corrected" not in results.json["retrieval"]["i2t"]
-    page = Page(write_page({"baseline": runs / "baseline", "qnorm": tmp_path / "qnorm"}, tmp_path / "r.html"))
+    page = page_of({"baseline": runs / "baseline", "qnorm": tmp_path / "qnorm"}, tmp_path)
     value = results.json["retrieval"]["t2i"]["corrected"]["success@1"]
-    assert re.search(rf"corrected {value:.3f}".replace("0.", "[.]"), page.words)
-    assert "cosine = reversed = dnorm" in page.words  # qnorm's matrix read backwards: who asks keeps its length
-    assert "corrected: bank transductive, 120 items, α 2.000; transductive: " in page.words
-    assert "it serves, without training" in page.words
+    for words in (f"corrected {bare(value)}", "corrected: bank transductive, 120 items, α 2.000; transductive: ",
+                  "cosine = reversed = dnorm", "it serves, without training"):  # fmt: skip
+        assert words in page.words
 
 
-def test_best_and_worst_are_the_runs_own(runs, tmp_path):
-    page = Page(write_page({"qnorm": runs / "qnorm"}, tmp_path / "r.html"))
-    results = load_results(runs / "qnorm")
-    worst = int(results.array("retrieval/t2i/native/first_rank").max())
-    assert f"first relevant at rank {worst} of 40" in page.words
-    first = int(results.array("retrieval/t2i/native/first_rank").argmax())
-    query = int(results.array("retrieval/t2i/queries")[first])
-    assert f"caption {query} of picture {query // 3}" in page.words
-    length = results.array("retrieval/lengths/text")[query]
-    assert f"query, norm {length:.2f}" in page.words
-    assert "✓ relevant" in page.words
-    assert "✓ relevant, missed" in page.words
-    thumbnails = [a for a in page.all("img") if a["src"].startswith("data:image/jpeg")]
-    assert len(thumbnails) > 20
-
-
-def test_what_is_not_there_is_said(runs, tmp_path):
-    bare = copy_of(runs / "qnorm", tmp_path / "bare")
-    for name in ("items.json", "metrics.jsonl", "config.yaml"):
-        (bare / name).unlink()
-    results = load_results(bare)
+def test_what_a_folder_does_not_have_is_said(run, tmp_path):
+    for name in ("metrics.jsonl", "config.yaml"):
+        (run / name).unlink()
+    results = load_results(run)
     results.per_query = {k: v for k, v in results.per_query.items() if "/top_" not in k and "/lengths/" not in k}
-    save_results(results, bare)
-    (bare / "items.json").write_text("[]", encoding="utf-8")
-    page = Page(write_page({"bare": bare}, tmp_path / "r.html"))
+    save_results(results, run)
+    (run / "items.json").write_text("[]", encoding="utf-8")
+    page = page_of({"bare": run}, tmp_path)
     for sentence in (
         "bare: no training curves: no metrics.jsonl (its log is not in this folder)",
         "bare: no settings: no config.yaml that can be read",
@@ -180,106 +151,101 @@ def test_what_is_not_there_is_said(runs, tmp_path):
     assert [a["id"] for a in page.all("section")] == ["message", "numbers", "norms", "diagnostics", "settings"]
 
 
-def test_data_that_are_gone_or_others_are_said(runs, tmp_path):
-    moved = copy_of(runs / "qnorm", tmp_path / "moved")
-    results = load_results(moved)
-    results.json["data"]["path"] = str(tmp_path / "nowhere.csv")
-    save_results(results, moved)
-    page = Page(write_page({"m": moved}, tmp_path / "r.html"))
+def test_pictures_that_are_gone_or_unreadable_are_named(run, pictures, tmp_path):
+    results = load_results(run)
+    results.json["data"]["path"] = str(tmp_path / "pairs.csv")
+    save_results(results, run)
+    page = page_of({"m": run}, tmp_path)
     assert "evaluation data cannot be opened here, so the keys of the pictures stand in their places" in page.words
     assert len([a for a in page.all("span") if a.get("class") == "nothing"]) > 20
     assert "cannot be read" not in page.words
-    results.json["data"]["path"] = "builtin:scenes"
-    save_results(results, moved)
-    words = Page(write_page({"m": moved}, tmp_path / "r.html")).words
-    assert "builtin:scenes is not a folder" in words  # and nothing was drawn
-    items = json.loads((moved / "items.json").read_text())
-    (moved / "items.json").write_text(json.dumps(items | {"captions": items["captions"][1:]}))
-    assert "evaluate it again" in Page(write_page({"m": moved}, tmp_path / "r.html")).words
-
-
-def test_a_picture_that_cannot_be_read_is_named(runs, pictures, tmp_path):
     for file in pictures.parent.iterdir():
         shutil.copy(file, tmp_path / file.name)
     for i in range(0, 40, 2):
         (tmp_path / f"k{i:03}.png").write_bytes(b"not a picture")
-    run = copy_of(runs / "qnorm", tmp_path / "run")
-    results = load_results(run)
-    results.json["data"]["path"] = str(tmp_path / "pairs.csv")
-    save_results(results, run)
-    assert re.search(r"k\d+\.png: cannot be read", Page(write_page({"r": run}, tmp_path / "r.html")).words)
+    assert re.search(r"k\d+\.png: cannot be read", page_of({"r": run}, tmp_path).words)
 
 
-def test_numbers_that_do_not_exist_are_dashes(runs, tmp_path):
-    odd = copy_of(runs / "qnorm", tmp_path / "odd")
-    content = json.loads((odd / "results.json").read_text())
+def test_numbers_that_do_not_exist_are_dashes(run, tmp_path):
+    content = json.loads((run / "results.json").read_text())
     numbers = content["retrieval"]["t2i"]["native"]
-    numbers["map"] = float("nan")
-    numbers["ci"]["success@1"] = None
+    numbers["map"], numbers["ci"]["success@1"] = float("nan"), None
     content["magnitude"]["text"]["cohens_d"]["topk"] = {"value": float("nan"), "ci": None}
     content["diagnostics"] = {"i2t": {"modality_gap": float("nan"), "anisotropy": {"query": 0.125, "document": None}}}
-    (odd / "results.json").write_text(json.dumps(content))  # Python writes and reads NaN
-    with (odd / "metrics.jsonl").open("a") as file:
+    (run / "results.json").write_text(json.dumps(content))  # Python writes and reads NaN
+    with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "loss": null}\n{"step": NaN}\n[1]\n{"step": 50, "lo')
-    page = Page(write_page({"odd": odd}, tmp_path / "r.html"))
-    assert "nan" not in page.words.lower().split()
-    assert "0.1250" in page.words
-    assert "–" in page.words
+    words = page_of({"odd": run}, tmp_path).words
+    assert "nan" not in words.lower().split() and "0.1250" in words and "–" in words
 
 
 def test_only_what_can_be_compared_is_compared(runs, pictures, tmp_path):
     make_run(tmp_path / "other", pictures, captions=[f"another {i}" for i in range(120)])
-    with pytest.raises(UserError, match="different data"):
-        write_page({"a": runs / "qnorm", "b": tmp_path / "other"}, tmp_path / "r.html")
-    with pytest.raises(UserError, match="control is of none"):
-        write_page({"a": runs / "baseline"}, tmp_path / "r.html", control=runs / "control")
-    with pytest.raises(UserError, match="html file is expected"):
-        write_page({"a": runs / "baseline"}, tmp_path / "r.txt")
-    with pytest.raises(UserError, match="at least one run"):
-        write_page({}, tmp_path / "r.html")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]  # nothing was begun
+    qnorm, baseline = runs / "qnorm", {"a": runs / "baseline"}
+    for named, page, control, message in (
+        ({"a": qnorm, "b": tmp_path / "other"}, "r.html", None, "different data"),
+        (baseline, "r.html", runs / "control", "control is of none"),
+        (baseline, "r.txt", None, "html file is expected"),
+        ({}, "r.html", None, "at least one run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_page(named, tmp_path / page, control=control)
+    assert [p.name for p in tmp_path.iterdir()] == ["other"]  # nothing was begun
 
 
-def test_the_script_writes_where_it_says(runs, tmp_path):
-    for name in ("baseline", "qnorm"):
-        copy_of(runs / name, tmp_path / name)
-    done = run_script("report.py", "--runs", tmp_path / "qnorm")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"report: {tmp_path / 'qnorm' / 'report.html'}\n"
-    done = run_script("report.py", "--runs", tmp_path / "baseline", tmp_path / "qnorm")
-    assert done.returncode == 0, done.stderr
-    assert "qnorm less baseline" in Page(tmp_path / "report.html").words
+def test_the_command_writes_beside_its_run_or_runs(runs, run, tmp_path, capsys):
+    report.run(ReportConfig(runs=[str(run)]))
+    assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
+    shutil.copytree(runs / "baseline", tmp_path / "baseline")
+    report.run(ReportConfig(runs=[str(tmp_path / "baseline"), str(run)]))
+    assert "run less baseline" in Page(tmp_path / "report.html").words
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argv", "message"),
     [
-        ((), "nothing to report"),
-        (("--runs", "a", "--baseline", "b"), "needs --control"),
-        (("--runs", "nowhere"), "no file"),
-        (("--runs", "a", "--outptu", "b"), "did you mean --output?"),
+        ([], "nothing to report"),
+        (["--runs", "a", "--baseline", "b"], "needs --control"),
+        (["--runs", "nowhere"], "no file"),
+        (["--runs", "a", "--outptu", "b"], "did you mean --output?"),
     ],
 )
-def test_bad_flags_are_one_line(arguments, message):
-    done = run_script("report.py", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_report_does_not_depend_on_how_often_it_is_written(runs, tmp_path):
-    first = write_page({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes()
-    assert write_page({"q": runs / "qnorm"}, tmp_path / "r.html").read_bytes() == first
-    assert np.all([p.suffix == ".svg" for p in (tmp_path / "r").iterdir()])  # no partial file is left
+def test_bad_flags_are_one_line(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        report.run(parse(ReportConfig, argv))
 
 
 def test_vectors_without_a_model_or_pictures_have_a_report(tmp_path):
     results = evaluate_clip(planted(), COSINE, {"model": None, "data": {"path": "vectors.npz"}}, resamples=10)
     save_results(results, tmp_path / "run")
-    page = Page(write_page({"vectors": tmp_path / "run"}, tmp_path / "r.html"))
-    assert "None" not in page.words.split()
-    assert "vectors: not trained by mmclip" in page.words
-    assert "A file of embeddings holds no pictures: the keys of the pictures stand in their places." in page.words
-    assert "cannot be" not in page.words
-    assert re.search(r"caption \d+ of picture \d+ .*k\d{3}\.png", page.words)
-    assert "no metrics.jsonl (only evaluated, not trained by mmclip)" in page.words
+    words = page_of({"vectors": tmp_path / "run"}, tmp_path).words
+    assert "None" not in words.split() and "cannot be" not in words
+    assert "vectors: not trained by mmclip" in words
+    assert "A file of embeddings holds no pictures: the keys of the pictures stand in their places." in words
+    assert re.search(r"caption \d+ of picture \d+ .*k\d{3}\.png", words)
+    assert "no metrics.jsonl (only evaluated, not trained by mmclip)" in words
+
+
+def test_torn_and_odd_lines_are_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 2, "loss": 1}\n[]\n{"loss": 3}\n{"step": NaN}\n{"step": 1}\n\xff\xfe\n{"step": 3, "lo')
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    assert read_lines(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [(None, None), ("lr: 0.25\n", {"lr": 0.25})]
+    + [(text, None) for text in ("no: such\n", "loss: [\n", "loss: !!python/object:os.system {}\n", "x" * 200_000)],
+)
+def test_settings_are_read_or_none(tmp_path, text, settings):
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    assert read_settings(tmp_path) == settings
+
+
+@pytest.mark.parametrize("columns", [(), (["a"], [], []), (["a"], ["b"], ["c"])])
+def test_items_of_another_shape_are_none(columns):
+    items = dict(zip(("image_keys", "captions", "owner"), columns, strict=False))
+    assert read_items(Results({"data": {"n_images": 1, "n_texts": 1}}, {}, items)) is None

@@ -10,18 +10,13 @@ import pytest
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdicts
 from mmclip.reporting.summary import judged, print_ending, served, summarize, summary_lines
-from tests.helpers.reporting import COSINE, HOSTILE, QNORM, clip_run, make_pictures, make_run, text_run
+from tests.helpers.reporting import COSINE, HOSTILE, clip_run, make_pictures, text_run, three_runs
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("summary")
-    pictures = make_pictures(folder / "pictures")
-    return {
-        "baseline": make_run(folder / "a", pictures, COSINE, "sym", "cosine", 1.4),
-        "qnorm": make_run(folder / "b", pictures, QNORM, "asym-i2t", "qnorm", 1.5, bank=True),
-        "control": make_run(folder / "c", pictures, COSINE, "asym-i2t", "cosine", 1.5),
-    }
+    return three_runs(folder, make_pictures(folder / "pictures"), bank=True)
 
 
 def fact(summary, head: str) -> str:
