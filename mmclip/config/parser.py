@@ -306,7 +306,7 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
         gone = f": it is no longer there, {REMOVED[word]}" if word in REMOVED else close
         raise UserError(f"unknown argument {word!r}{gone} (--help lists them all)")
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in (item for group in vars(parsed).values() for item in vars(group).items()):
         flag, option = flags[name], flags[name].options[0]
         if flag.kind is bool:

@@ -183,7 +183,8 @@ def tradeoff_figure(results_by_name: Mapping[str, Results], pool: str = MAIN_POO
                 cis = [n["ci"]["success@1"] or [v, v] for n, v in zip(numbers, at, strict=True)]
                 ends = [[[max(v - lo, 0.0)], [max(hi - v, 0.0)]] for v, (lo, hi) in zip(at, cis, strict=True)]
                 bars = dict(zip(("xerr", "yerr"), ends, strict=True))
-            axes.errorbar(*at, **bars, elinewidth=1, capsize=2, markersize=7, zorder=3, **style, **_FILLS[scoring])
+            how: Json = {"elinewidth": 1, "capsize": 2, "markersize": 7, "zorder": 3}
+            axes.errorbar(at[0], at[1], **how, **bars, **style, **_FILLS[scoring])
             if scoring != NATIVE and (native := points[NATIVE]) is not None:
                 across = [[v, n["success@1"]] for v, n in zip(at, native, strict=True)]
                 axes.plot(*across, color=style["color"], linewidth=1, linestyle=_LINES[scoring], zorder=2)
@@ -431,7 +432,7 @@ def frontier_figure(points: Sequence[Point], share: float) -> Figure:
         if p not in named:
             axes.plot(*p.native, "o", color=GREY, alpha=0.6, markersize=3, zorder=1)
     for p, name in zip(named, names, strict=True):
-        colour = scale(p.i2t_weight) if p.norm == "qnorm" else INK if p.kept else SOFT
+        colour: Any = scale(p.i2t_weight) if p.norm == "qnorm" else INK if p.kept else SOFT
         style: Json = {"color": colour, "marker": NORM_MARKERS[p.norm], "linestyle": "none"}
         xerr, yerr = p.error or (None, None)
         axes.errorbar(*p.native, xerr=xerr, yerr=yerr, elinewidth=0.8, capsize=1.5, zorder=4, markersize=11, **style)

@@ -109,7 +109,7 @@ def read_items(results: Results) -> Items | None:
         keys, captions, owner = (results.items[k] for k in ("image_keys", "captions", "owner"))
         n, m = (results.json["data"][f"n_{side}"] for side in ("images", "texts"))
         items = Items([str(k) for k in keys], [str(c) for c in captions], [int(o) for o in owner])
-        return items if [*map(len, items)] == [n, m, m] else None
+        return items if [len(column) for column in items] == [n, m, m] else None
     except (ValueError, KeyError, TypeError):
         return None
 
