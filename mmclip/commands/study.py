@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 
 from mmclip.config import StudyConfig
 from mmclip.errors import UserError, printable
-from mmclip.io import lock_folder, write_text_atomically
+from mmclip.io import json_text, lock_folder, write_text_atomically
 from mmclip.reporting.table import show
 from mmclip.study.arms import gather
 from mmclip.study.estimates import Study
@@ -38,12 +37,7 @@ def run(config: StudyConfig, command: Sequence[str] | None = None) -> int:
             print(f"{state:8}  {printable(one.folder.name, 120)}  {printable(one.name)}")
         return 0
     plan.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = lock_folder(plan.folder)  # two studies would start the same runs
-    except UserError:
-        where = printable(plan.folder)
-        raise UserError(f"{where}: another process runs this study: wait for it, or end it first") from None
-    with lock:
+    with lock_folder(plan.folder):  # two studies would start the same runs
         return _run(plan, config, command or [sys.executable, "-m", "mmclip", plan.kind.command])
 
 
@@ -92,13 +86,9 @@ def gpus() -> list[str]:
 
 def _write_state(plan: StudyPlan, failed: dict[StudyRun, str]) -> None:
     """study.json: every run with its folder and state."""
-    runs = [
-        {
-            **{"arm": run.arm, "seed": run.seed, "folder": run.folder.name},
-            "state": "failed" if run in failed else "finished" if is_finished(run) else "not run",
-            **{"seconds": seconds_of(run), "reason": failed.get(run)},
-        }
-        for run in plan.runs
-    ]
-    content = json.dumps({"title": plan.title, "runs": runs}, indent=1)
-    write_text_atomically(plan.folder / "study.json", content + "\n")
+    runs = []
+    for run in plan.runs:
+        state = "failed" if run in failed else "finished" if is_finished(run) else "not run"
+        runs.append({"arm": run.arm, "seed": run.seed, "folder": run.folder.name, "state": state})
+        runs[-1] |= {"seconds": seconds_of(run), "reason": failed.get(run)}
+    write_text_atomically(plan.folder / "study.json", json_text({"title": plan.title, "runs": runs}, indent=1))

@@ -1,6 +1,6 @@
 """The paper's claims, judged by rule from a study's arms. The claims are data: configs/claims/*.yaml.
 
-Entries with a ``statistic`` (ratio or difference) are evaluated here; the others name one of the functions below.
+Entries with a ``statistic`` (ratio or difference) are evaluated by ``compared``; the others name another function below.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from scipy.stats import binomtest
 
 from mmclip.evaluation.results import NATIVE
-from mmclip.metrics.bootstrap import DETECTABLE, Estimate
+from mmclip.metrics.bootstrap import Estimate
 from mmclip.reporting.table import is_number
 from mmclip.study.arms import Arm
-from mmclip.study.estimates import NORMAL_95, Score, Study
+from mmclip.study.estimates import Score, Study, reported
 from mmclip.study.plan import CLIP
 from mmclip.study.tables import (
     MATRICES,
@@ -38,7 +38,8 @@ STATISTICS: dict[tuple[str, int], Callable[[list[Any]], Any]] = {
     ("difference", 2): lambda x: x[0] - x[1],
     ("difference", 4): lambda x: (x[0] - x[1]) - (x[2] - x[3]),
 }
-Row = tuple[Json, str, Estimate, Json]  # words of the statement, verdict, estimate, further columns
+LOOP = ("directions", "trained", "started", "function", "data", "norms")  # entries with the same loop go side by side
+Row = tuple[Json, int | str, Estimate, Json]  # words of the statement, place or word of the verdict, more columns
 
 
 class Case(NamedTuple):
@@ -57,12 +58,6 @@ class Case(NamedTuple):
             number = number[next(self.words[k] for k in ("trained", "norm", "direction") if k in self.words)]
         above, _, below = str(number).partition("/")
         return None if number is None else float(above) / float(below or 1)
-
-    def verdict(self, place: int) -> str:
-        return str(self.entry["verdicts"][place])
-
-    def judge(self, found: Estimate) -> str:
-        return self.verdict(judged(found, self.entry, self.paper))
 
     def arm(self, side: Json) -> Arm | None:
         """The arm of a side of the entry, None where the study has none."""
@@ -90,51 +85,44 @@ def judged(found: Estimate, entry: Json, paper: float | None = None) -> int:
     >>> [judged(Estimate(x, x - 0.1, x + 0.1, 3), {"expected": "above 1"}, 1.2) for x in (1.2, 0.8, 1.05, 1.15)]
     [0, 1, 1, 0]
     """
+
+    def lies(where: str) -> bool:
+        side, bound = where.split()
+        return found.above(float(bound)) if side == "above" else found.below(float(bound))
+
     if found.lo is None or found.hi is None:
         return MISSING if found.value is None else UNDERPOWERED
-    if "refuted" in entry and _lies(found, entry["refuted"]):
+    if "refuted" in entry and lies(entry["refuted"]):
         return NOT
-    if _lies(found, entry["expected"]):
+    if lies(entry["expected"]):
         return REPRODUCED
     side, bound = entry["expected"].split()
-    effect = float(next(x for x in (entry.get("effect"), paper, bound) if x is not None))
-    excluded = found.below(effect) if side == "above" else found.above(effect)
-    return NOT if excluded else UNDERPOWERED
-
-
-def _lies(found: Estimate, where: str) -> bool:
-    side, bound = where.split()
-    return found.above(float(bound)) if side == "above" else found.below(float(bound))
+    effect = next(x for x in (entry.get("effect"), paper, bound) if x is not None)
+    return NOT if lies(f"{'below' if side == 'above' else 'above'} {effect}") else UNDERPOWERED
 
 
 def claims(study: Study) -> StudyTable:
     """A record a claim and direction (of text: norm and data set), "not asked" where the study has no arms for it."""
     file, clip = load_claims(study.kind), study.kind is CLIP
     records = []
-    for case in (case for family in ([{}] if clip else study.families()) for case in _cases(study, file, family)):
+    for case in (case for family in ([{}] if clip else study.families()) for case in _cases(study, family)):
         for words, verdict, found, more in FUNCTIONS[case.entry.get("function", "compared")](case):
             words = case.words | words
             smallest = found.smallest
             if "power" in file:
                 smallest = None if found.lo is None else file["power"] * ((found.hi or 0.0) - found.lo) / 2
             row = {"claim": case.entry["id"], "statement": case.entry["statement"].format_map(words)}
-            row |= {k: words.get(k, "") for k in (("direction",) if clip else ("data", "norm"))} | {"verdict": verdict}
+            row |= {k: words.get(k, "") for k in (("direction",) if clip else ("data", "norm"))}
+            row |= {"verdict": verdict if isinstance(verdict, str) else case.entry["verdicts"][verdict]}
             row |= plain_values({"value": found}) | {"n_seeds": found.n_seeds, "smallest_effect": smallest}
             row |= {"paper": case.paper} | ({} if clip else {"counts": ""}) | more | {"reason": found.reason}
             records.append(row if clip else row | {"baseline": case.family["cosine"].name})
-    place = ["direction"] if clip else ["data", "norm"]
-    return StudyTable("claims", "The paper's claims", ("claim", "statement", *place, "verdict", "value", "value_lo", "value_hi"),
-                      records, "{claim}\n{statement}", (*place, "verdict", "value", "paper", "smallest_effect", "counts"))  # fmt: skip
+    return StudyTable.of(study.kind, "claims", records)
 
 
-def _cases(study: Study, file: Json, family: dict[str, Arm]) -> Iterator[Case]:
-    """Entries of the same loop and kind are evaluated side by side, direction by direction."""
-
-    def loop(entry: Json) -> str:
-        own = {"id": entry["id"]} if study.kind is not CLIP else {}
-        return repr(own | {k: entry.get(k) for k in ("directions", "trained", "started", "function", "verdicts")})
-
-    for _, group in itertools.groupby(file["claims"], key=loop):
+def _cases(study: Study, family: dict[str, Arm]) -> Iterator[Case]:
+    file = load_claims(study.kind)
+    for _, group in itertools.groupby(file["claims"], lambda entry: [entry.get(k) for k in LOOP]):
         entries = [{"verdicts": file["verdicts"]} | entry for entry in group]
         for words in _loop(study, entries[0]):
             for entry in entries:
@@ -171,51 +159,41 @@ def _compared(case: Case) -> Iterator[Row]:
     found = NO_SUCH
     if len(scores) == len(sides):
         found = case.study.estimate(scores, STATISTICS[entry["statistic"], len(sides)])
-    yield words, case.judge(found), found, {}
+    yield words, judged(found, entry, case.paper), found, {}
 
 
 # --- learned and useful -----------------------------------------------------------------------------------------------
 
 
+def _verdict(case: Case, part: str) -> tuple[Json, Json]:
+    """(a part of the verdict on the entry's arm, the verdict); the reason why there is none in place of the part."""
+    if (arm := case.arm(case.entry)) is None:
+        return {"reason": NO_SUCH.reason}, {}
+    verdict = case.study.verdict(arm, case.words["direction"], case.words.get("data", ""))
+    return verdict.get(part) or verdict, verdict | {"n_of_arm": len(arm.seeds)}
+
+
 def _learned(case: Case) -> Iterator[Row]:
     """d(topk) of the documents' norms less the control's."""
-    arm = case.arm(case.entry)
-    learned: Json = {"reason": NO_SUCH.reason}
-    if arm is not None:
-        verdict = case.study.verdict(arm, case.words["direction"], case.words.get("data", ""))
-        learned = verdict.get("learned") or verdict
-    found = _reported(learned, len(arm.seeds) if arm else 0)
+    learned, verdict = _verdict(case, "learned")
+    found = reported(learned, n_seeds=verdict.get("n_of_arm", 0))
     more = {"arm_d": learned.get("d_run"), "control_d": learned.get("d_control")}
-    yield {}, case.judge(found), found, more
-
-
-def _reported(found: Json, n_seeds: int) -> Estimate:
-    """A difference of a verdict."""
-    lo, hi = found.get("ci") or (None, None)
-    if found.get("delta") is None:
-        return Estimate(None, None, None, n_seeds, found.get("reason") or "no verdict")
-    smallest = None if lo is None or hi is None else DETECTABLE * (hi - lo) / 2 / NORMAL_95
-    return Estimate(found["delta"], lo, hi, n_seeds, smallest=smallest)
+    yield {}, judged(found, case.entry, case.paper), found, more
 
 
 def _useful(case: Case) -> Iterator[Row]:
     """Native less cosine's native; beside it the gain over the control's, and native less cosine of the arm itself."""
-    arm = case.arm(case.entry)
-    verdict: Json = {"reason": NO_SUCH.reason}
-    if arm is not None:
-        verdict = case.study.verdict(arm, "q2d", case.words["data"])
-    useful: Json = verdict.get("useful") or verdict
-    n = verdict.get("n_seeds", 0)
-    own = {"delta": useful.get("native_minus_cosine_run"), "ci": useful.get("native_minus_cosine_run_ci")}
-    parts = {"over the control's gain": useful.get("gain") or useful,
-             "over cosine's": useful.get("native_minus_baseline_cosine") or useful,
-             "over its cosine": own | {"reason": useful.get("reason")}}  # fmt: skip
-    found = {name: _reported(part, n) for name, part in parts.items()}
-    shown = found["over cosine's"]
+    useful, verdict = _verdict(case, "useful")
+    found = {
+        "over the control's gain": reported(useful.get("gain") or useful),
+        "over cosine's": reported(useful.get("native_minus_baseline_cosine") or useful),
+        "over its cosine": reported(useful, "native_minus_cosine_run"),
+    }
+    shown = found["over cosine's"]._replace(n_seeds=verdict.get("n_seeds", 0))
     place = NOT if any(e.below(0) for e in found.values()) else REPRODUCED if useful.get("verdict") else UNDERPOWERED
     if shown.lo is None:
         place = MISSING if shown.value is None else UNDERPOWERED
-    yield {}, case.verdict(place), shown, {"counts": "; ".join(f"{name} {_signed(e)}" for name, e in found.items())}
+    yield {}, place, shown, {"counts": "; ".join(f"{name} {_signed(e)}" for name, e in found.items())}
 
 
 def _not_useful(case: Case) -> Iterator[Row]:
@@ -225,31 +203,33 @@ def _not_useful(case: Case) -> Iterator[Row]:
     words, small = [r["useful"] for r in rows], True
     for row in rows:
         baseline = next((a for a in case.study.arms if a.name == row["baseline"]), None)
-        high = row["native_minus_baseline_cosine_hi"]
         own = case.study.spread(Score(baseline, row["direction"], "cosine")).mean if baseline else None
+        high = row["native_minus_baseline_cosine_hi"]
         small &= high is not None and high < case.entry["little"] * (own or 0.0)
     place = MISSING if not rows else NOT if "yes" in words else REPRODUCED if small else UNDERPOWERED
-    counts = ", ".join(f"{words.count(w)} {w}" for w in ("yes", "open", "not shown"))
-    useful = ", ".join(f"{r['arm']} {r['direction']}" for r in rows if r["useful"] == "yes")
-    found = Estimate(float(words.count("yes")), None, None, 0)
-    yield {}, case.verdict(place), found, {"counts": counts, "useful": useful}
+    more = {"counts": ", ".join(f"{words.count(w)} {w}" for w in ("yes", "open", "not shown"))}
+    more["useful"] = ", ".join(f"{r['arm']} {r['direction']}" for r in rows if r["useful"] == "yes")
+    yield {}, place, Estimate(float(words.count("yes")), None, None, 0), more
 
 
 def _both(case: Case) -> Iterator[Row]:
     """Arms that keep both directions, with length learned and useful in a trained one; those that keep most first."""
-    lengths: dict[str, list[Json]] = {}
-    for row in verdicts(case.study).records:
-        if not row["null"]:
-            lengths.setdefault(row["arm"], []).append(row)
-    rows = [r for r in keeps_both(case.study).records if r["arm"] in lengths and r["by_rule"] and not r["null"]]
+    useful: dict[str, list[str]] = {}  # by arm, of the directions in which length was learned
+    for row in (r for r in verdicts(case.study).records if not r["null"]):
+        useful.setdefault(row["arm"], []).extend([row["useful"]] * (row["learned"] == "yes"))
+    rows = [r for r in keeps_both(case.study).records if r["arm"] in useful and r["by_rule"] and not r["null"]]
     for row in sorted((r for r in rows if is_number(r["lowest_end"])), key=lambda r: -r["lowest_end"]):
-        learned = [r["useful"] for r in lengths[row["arm"]] if r["learned"] == "yes"]  # useful counts where learned
+        learned = useful[row["arm"]]
         helps = next((word for word in ("yes", "open") if word in learned), "no")
-        yes = {True: "yes", False: "no"}
-        words = f"kept {yes[row['keeps_both']]}, learned {yes[bool(learned)]}, useful there {helps}"
+        kept, was_learned = ("yes" if x else "no" for x in (row["keeps_both"], learned))
+        counts = {"counts": f"kept {kept}, learned {was_learned}, useful there {helps}"}
         verdict = helps if row["keeps_both"] and learned else "no"
-        found = Estimate(row["lowest_end"], None, None, row["n_seeds"])
-        yield {"arm": row["arm"], "served": row["served"]}, verdict, found, {"counts": words}
+        yield (
+            {"arm": row["arm"], "served": row["served"]},
+            verdict,
+            Estimate(row["lowest_end"], None, None, row["n_seeds"]),
+            counts,
+        )
 
 
 def _nulls(case: Case) -> Iterator[Row]:
@@ -275,22 +255,23 @@ def _gammas(case: Case) -> Iterator[Row]:
         rate = arm.settings["gamma_lr"]
         if arm.settings["norm"] == "learned" and plain and not arm.loss_options and rate:
             off = [_from_half(run.json["trained_with"]) for run in arm.results().values()]
-            slow = rate == arm.settings["lr"]
-            verdict = case.verdict(REPRODUCED if max(off) <= case.entry["unmoved"] else NOT) if slow else "control"
-            words = {"rate": "the encoders' rate" if slow else f"a rate of {rate:g}"}
+            verdict: int | str = REPRODUCED if max(off) <= case.entry["unmoved"] else NOT
+            words = {"rate": "the encoders' rate"}
+            if rate != arm.settings["lr"]:
+                verdict, words = "control", {"rate": f"a rate of {rate:g}"}
             yield words, verdict, Estimate(max(off), None, None, len(off)), {"arm": arm.name}
 
 
 def _text_gammas(case: Case) -> Iterator[Row]:
     """The farther γ of every seed from ½; shown is the mean over seeds."""
     if "learned" not in case.family:
-        yield {}, case.verdict(MISSING), NO_SUCH, {}
+        yield {}, MISSING, NO_SUCH, {}
         return
     ends = [run.json["evaluation"]["native"] for run in case.family["learned"].results().values()]
     off, moved = [_from_half(end) for end in ends], case.entry["moved"]
     place = REPRODUCED if min(off) > moved else NOT if max(off) <= moved else UNDERPOWERED
     means = (f"{k} {sum(float(e[k]) for e in ends) / len(ends):.3f}" for k in ("gamma_q", "gamma_d"))
-    yield {}, case.verdict(place), Estimate(sum(off) / len(off), None, None, len(off)), {"counts": ", ".join(means)}
+    yield {}, place, Estimate(sum(off) / len(off), None, None, len(off)), {"counts": ", ".join(means)}
 
 
 def _from_half(end: Json) -> float:
@@ -305,7 +286,7 @@ def _kappa(case: Case) -> Iterator[Row]:
             place = REPRODUCED if found["p"] < 0.05 and not found["constant"] else NOT
         counts = f"larger {found['larger']}, smaller {found['smaller']}, within noise {found['noise']}"
         more = {"counts": counts, "p": found["p"], "constant": found["constant"]}
-        yield {"matrices": found["matrices"]}, case.verdict(place), Estimate(None, None, None, 0), more
+        yield {"matrices": found["matrices"]}, place, Estimate(None, None, None, 0), more
 
 
 def kappa_counts(rows: list[Json]) -> list[Json]:
@@ -318,38 +299,35 @@ def kappa_counts(rows: list[Json]) -> list[Json]:
     """
     counts = []
     for kind in ("raw", "normalized"):
-        pairs = [[row.get(f"log10_kappa_{role}_{kind}") for role in ("query", "document")] for row in rows]
-        known = [
-            (a, b, row["winner"]) for (a, b), row in zip(pairs, rows, strict=True) if is_number(a) and is_number(b)
+        pairs = [
+            (*(row.get(f"log10_kappa_{role}_{kind}") for role in ("query", "document")), row["winner"]) for row in rows
         ]
-        known = [(a, b, winner) for a, b, winner in known if a != b]
+        known = [(a, b, winner) for a, b, winner in pairs if is_number(a) and is_number(b) and a != b]
         decided = [("qnorm" if a > b else "dnorm", winner) for a, b, winner in known if winner in ("qnorm", "dnorm")]
         agree, n = sum(guess == winner for guess, winner in decided), len(decided)
-        p = float(binomtest(agree, n).pvalue) if n else 1.0
-        counts.append({"matrices": kind, "n": n, "larger": agree, "smaller": n - agree, "p": p,
-                       "noise": len(known) - n, "constant": len({guess for guess, _ in decided}) == 1})  # fmt: skip
+        row = {"matrices": kind, "n": n, "larger": agree, "smaller": n - agree, "noise": len(known) - n}
+        row |= {"p": float(binomtest(agree, n).pvalue) if n else 1.0}
+        counts.append(row | {"constant": len({guess for guess, _ in decided}) == 1})
     return counts
 
 
 def _text_kappa(case: Case) -> Iterator[Row]:
     """One case at most, which decides nothing; its κ and its winner are named."""
     rows = {row["question"]: row for row in text_fisher(case.study).records}
-    found, row = NO_SUCH, rows.get("q2d", {})
-    if "qnorm" in case.family and "dnorm" in case.family:
-        found = case.over("qnorm", "dnorm")
+    row, titles = rows.get("q2d", {}), rows.get("titles", {})
+    found = case.over("qnorm", "dnorm") if {"qnorm", "dnorm"} <= case.family.keys() else NO_SUCH
     if row.get("status") == "determined":
         place = UNDERPOWERED if found.lo is not None or found.value is not None else MISSING
-        yield {}, case.verdict(place), found, {"counts": f"one case: {_named(row, found)}"}
+        yield {}, place, found, {"counts": f"one case: {_named(row, found)}"}
     else:
         why = row.get("reason") or "nothing was measured before training"
         if row.get("status") == "undetermined":
             n, needed, dim = (row.get(k) for k in ("n_available", "n_needed", "dim"))
             why = f"cannot be asked with {n} pairs at {dim} dimensions: {needed} are needed ({why})"
-        yield {}, case.verdict(MISSING), found._replace(reason=why), {}
-    titles = rows.get("titles", {})
+        yield {}, MISSING, found._replace(reason=why), {}
     if titles.get("status") == "determined":
         counts = f"κ of titles as queries decides nothing: {_named(titles, found)}"
-        yield {}, case.verdict(UNDERPOWERED), found, {"counts": counts}
+        yield {}, UNDERPOWERED, found, {"counts": counts}
 
 
 def _named(row: Json, found: Estimate) -> str:
@@ -369,10 +347,8 @@ def _named(row: Json, found: Estimate) -> str:
 
 def _best(case: Case) -> Iterator[Row]:
     """qnorm over each other norm; shown is the least difference, over the best other one."""
-    found = dict.fromkeys(("cosine", "dot", "dnorm", "learned"), NO_SUCH)
-    for norm in found if "qnorm" in case.family else ():
-        if norm in case.family:
-            found[norm] = case.over("qnorm", norm)
+    norms, family = ("cosine", "dot", "dnorm", "learned"), case.family
+    found = {n: case.over("qnorm", n) if {"qnorm", n} <= family.keys() else NO_SUCH for n in norms}
     rival = min(found, key=lambda n: (found[n].lo is not None, found[n].value or 0.0))
     least, words = found[rival], {"norm": f"qnorm over {rival}"}
     if least.lo is None:
@@ -380,7 +356,7 @@ def _best(case: Case) -> Iterator[Row]:
     else:
         below, above = any(e.below(0) for e in found.values()), all(e.above(0) for e in found.values())
         place = NOT if below else REPRODUCED if above else UNDERPOWERED
-    yield words, case.verdict(place), least, {"counts": "; ".join(f"over {n} {_signed(e)}" for n, e in found.items())}
+    yield words, place, least, {"counts": "; ".join(f"over {n} {_signed(e)}" for n, e in found.items())}
 
 
 def _documents(case: Case) -> Iterator[Row]:
@@ -392,12 +368,12 @@ def _documents(case: Case) -> Iterator[Row]:
         beside = case.study.documents(data, number, arm, case.family["cosine"])
     places = {judged(e, case.entry) for e in (own, beside)}
     place = next((p for p in (MISSING, NOT, UNDERPOWERED) if p in places), REPRODUCED)
-    yield {}, case.verdict(place), beside, {"counts": f"itself {_signed(own)}"}
+    yield {}, place, beside, {"counts": f"itself {_signed(own)}"}
 
 
 def _delta_cv(case: Case) -> Iterator[Row]:
     found = case.study.delta_cv(case.words["data"], case.family)
-    yield {}, case.judge(found), found, {}
+    yield {}, judged(found, case.entry, case.paper), found, {}
 
 
 def _signed(found: Estimate) -> str:
@@ -407,7 +383,9 @@ def _signed(found: Estimate) -> str:
 
 
 FUNCTIONS: dict[str, Callable[[Case], Iterator[Row]]] = {
-    "compared": _compared, "learned": _learned, "useful": _useful, "not_useful": _not_useful, "both": _both,
-    "nulls": _nulls, "gammas": _gammas, "text_gammas": _text_gammas, "kappa": _kappa, "text_kappa": _text_kappa,
-    "best": _best, "documents": _documents, "delta_cv": _delta_cv,
-}  # fmt: skip
+    function.__name__[1:]: function
+    for function in (
+        *(_compared, _learned, _useful, _not_useful, _both, _nulls, _gammas, _text_gammas, _kappa, _text_kappa),
+        *(_best, _documents, _delta_cv),
+    )
+}

@@ -29,14 +29,14 @@ from mmclip.metrics.bootstrap import (
 from mmclip.reporting.table import is_number
 from mmclip.roles import LOSS_WEIGHTS, NORMS, Direction, Normalization
 from mmclip.study.arms import Arm, baseline_of, control_of
-from mmclip.study.plan import CLIP, TEXT, Kind
+from mmclip.study.plan import CLIP, COSMETIC, MEASURING, Kind
 
 Array = NDArray[Any]
 Json = dict[str, Any]
 Samples = tuple[float, Array]  # a value and its bootstrap samples [B] over queries
 NORMAL_95 = 1.959964
 # Settings in which the arms of a family may differ: the norm, and those that only some norms use
-OF_A_NORM = ("norm", "gamma_init", "gamma_lr", "seed", *TEXT.cosmetic, *TEXT.measuring)
+OF_A_NORM = ("norm", "gamma_init", "gamma_lr", "seed", *COSMETIC, *MEASURING)
 
 
 class Spread(NamedTuple):
@@ -65,6 +65,16 @@ def spread(values: Iterable[float | None]) -> Spread:
     """
     x = np.array([v for v in values if is_number(v)], dtype=np.float64)
     return Spread(float(x.mean()) if len(x) else None, float(x.std(ddof=1)) if len(x) > 1 else None, len(x))
+
+
+def reported(found: Json | None, name: str = "delta", n_seeds: int = 0) -> Estimate:
+    """A number of a verdict with its interval, as evaluation.comparison names them."""
+    found = found or {}
+    lo, hi = found.get("ci" if name == "delta" else f"{name}_ci") or (None, None)
+    if found.get(name) is None:
+        return Estimate(None, None, None, n_seeds, found.get("reason") or "no verdict")
+    smallest = None if lo is None or hi is None else DETECTABLE * (hi - lo) / 2 / NORMAL_95
+    return Estimate(found[name], lo, hi, n_seeds, smallest=smallest)
 
 
 class Study:

@@ -5,13 +5,14 @@ It holds for a study that is not finished as well: what does not exist yet has i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmclip.errors import UserError, printable
+from mmclip.errors import printable
 from mmclip.evaluation.results import CORRECTED, NATIVE
 from mmclip.io import write_text_atomically
 from mmclip.reporting.figures import (
@@ -30,16 +31,11 @@ from mmclip.reporting.table import is_number, rate
 from mmclip.study.claims import claims
 from mmclip.study.estimates import Score, Study
 from mmclip.study.plan import CLIP
-from mmclip.study.tables import DIRECTIONS, KEPT, SCORINGS, TABLES, StudyTable, load_claims
+from mmclip.study.tables import DIRECTIONS, KEPT, SCORINGS, TABLES, UP, StudyTable, load_claims
 
 Json = dict[str, Any]
 PAGE = "study.html"
 LONG = {"i2t": "image → text", "t2i": "text → image"}
-KINDS_OF_VERDICT = {
-    "no": {"found"},
-    "yes": {"reproduced", "Yes", "yes", "clean"},
-    "open": {"open", "underpowered", "Open"},
-}
 
 
 class Report(NamedTuple):
@@ -57,16 +53,13 @@ def write_study(study: Study, folder: Path, *, title: str, failed: Sequence[Mapp
         failed: runs that have no result, with "arm", "seed" and "reason".
 
     Raises:
-        UserError: something cannot be written.
+        UserError, OSError: something cannot be written.
     """
     tables = {table.name: table for table in (make(study) for make in (claims, *TABLES[study.kind]))}
     columns = ("arm", "seed", "reason")
-    failures = StudyTable("failed", "Failed runs", columns, [dict(f) for f in failed], "{arm}", columns[1:])
+    failures = StudyTable("failed", "Failed runs", columns, [*map(dict, failed)], "{arm}", columns[1:])
     for part in ("tables", "figures"):
-        try:
-            (folder / part).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{printable(folder / part)}: cannot be made: {error.strerror}") from None
+        (folder / part).mkdir(parents=True, exist_ok=True)
     for table in (*tables.values(), failures):
         table.file().to_csv(folder / "tables" / f"{table.name}.csv")
     opening, replies = _opening(study), _answers(study, tables["claims"].records)
@@ -94,9 +87,7 @@ def _data(study: Study) -> str:
         return ", ".join(printable(name, 60) for name in study.data) or "no finished run"
     for arm in study.arms:
         data = next(iter(arm.results().values())).json["data"]
-        counts = " and ".join(
-            f"{data[k]:,} {w}" for k, w in (("n_images", "images"), ("n_texts", "texts")) if k in data
-        )
+        counts = " and ".join(f"{data[f'n_{side}']:,} {side}" for side in ("images", "texts") if f"n_{side}" in data)
         place = printable(Path(str(data.get("path", "–"))).name, 60)
         return f"{place} [{printable(data.get('split', '–'), 30)}], {counts}"
     return "no finished run"
@@ -104,20 +95,16 @@ def _data(study: Study) -> str:
 
 def _opening(study: Study) -> str:
     """The best arm of each direction or data set, beside its baseline."""
-    places = (
-        [(LONG[d], d, "") for d in DIRECTIONS] if study.kind is CLIP else [(name, "q2d", name) for name in study.data]
-    )
     arms = [arm for arm in study.arms if not arm.settings.get("permute_pairs")]
     metric, parts = study.kind.metrics[0], []
-    for place, d, data in places:
+    for d, data in itertools.product(study.kind.directions, study.data):
         means = {a: m for a in arms if (m := study.spread(Score(a, d, data=data)).mean) is not None}
         if means:
             best = max(means, key=lambda arm: means[arm])
             base = study.baseline(best)
-            beside = (
-                f", {printable(base.name, 60)} has {rate(means[base])}" if base in means and base is not best else ""
-            )
-            parts.append(f"{place}: {printable(best.name, 60)} is best with {rate(means[best])} {metric}{beside}")
+            more = f", {printable(base.name, 60)} has {rate(means[base])}" if base in means and base is not best else ""
+            best_of = f"{data or LONG[d]}: {printable(best.name, 60)} is best with"
+            parts.append(f"{best_of} {rate(means[best])} {metric}{more}")
     return "; ".join(parts) + "." if parts else "No run has finished."
 
 
@@ -130,7 +117,7 @@ def _answers(study: Study, rows: Sequence[Json]) -> list[Json]:
         counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words)) or "no arm for it"
         shown = [_number(r) for r in mine] if len(question["claims"]) == 1 else []
         more = f": {'; '.join(filter(None, shown[:2]))}" if any(shown[:2]) else ""
-        kind = next((k for k, of in KINDS_OF_VERDICT.items() if of & set(words)), "open")
+        kind = "no" if "found" in words else "yes" if set(UP) & set(words) else "open"
         replies.append({"kind": kind, "ask": question["ask"], "answer": f"{counts}{printable(more, 300)}."})
     return replies
 
@@ -184,12 +171,8 @@ def _frontier(study: Study, rows: Sequence[Json], baselines: set[str], folder: P
 
 
 def _heat_maps(rows: Sequence[Json], folder: Path) -> list[Picture]:
-    values = {
-        d: np.array(
-            [[np.nan if (v := r[f"{s}_mean"]) is None else v for s in SCORINGS] for r in rows if r["direction"] == d]
-        )
-        for d in DIRECTIONS
-    }
+    mine = {d: [[r[f"{s}_mean"] for s in SCORINGS] for r in rows if r["direction"] == d] for d in DIRECTIONS}
+    values = {d: np.array(found, dtype=float) for d, found in mine.items()}  # None becomes nan
     if not rows or not all(np.isfinite(v).any() for v in values.values()):
         return []
     top = max(float(np.nanmax(v)) for v in values.values()) or 1.0

@@ -18,7 +18,7 @@ import yaml
 from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
-from mmclip.io import lock_folder, write_text_atomically
+from mmclip.io import write_text_atomically
 from mmclip.study.arms import read_run
 from mmclip.study.plan import SECONDS_FILE, StudyRun, is_finished, seconds_of
 from mmclip.training.log import METRICS
@@ -58,36 +58,31 @@ def run_study(
     return runner.failed, runner.train()
 
 
+@dataclass
 class _Runner:
-    def __init__(
-        self, runs: Sequence[StudyRun], command: Sequence[str], jobs: int, devices: Sequence[str], threads: int
-    ) -> None:
-        self.runs, self.command, self.jobs, self.devices, self.threads = runs, command, jobs, devices, threads
-        self.failed: dict[StudyRun, str] = {}
-        self._active: list[_Process] = []
-        self._waiting = [run for run in runs if not is_finished(run)]
+    runs: Sequence[StudyRun]
+    command: Sequence[str]
+    jobs: int
+    devices: Sequence[str]
+    threads: int
+    failed: dict[StudyRun, str] = field(default_factory=dict)
+    _active: list[_Process] = field(default_factory=list)
 
     def train(self) -> int:
+        self._waiting = [run for run in self.runs if not is_finished(run)]
         with SignalHandler() as handler, progress_bar() as self._bar:
-            whole, waited = self._bar.add_task("study", total=len(self.runs), note=""), False
+            whole = self._bar.add_task("study", total=len(self.runs), note="")
             try:
                 while (self._waiting or self._active) and not handler.signum:
                     self._start()
-                    if self._waiting and not self._active and not waited:
-                        waited = True
-                        self._say("waiting for runs of this study that another process trains")
                     for process in list(self._active):
                         self._watch(process)
                     note = f"{len(self.failed)} failed" if self.failed else ""
-                    self._bar.update(whole, completed=self._done, note=note)
+                    self._bar.update(whole, completed=sum(map(is_finished, self.runs)), note=note)
                     time.sleep(POLL)
             finally:
                 self._stop_all()
         return handler.signum
-
-    @property
-    def _done(self) -> int:
-        return sum(map(is_finished, self.runs))
 
     def _say(self, text: str) -> None:
         if self._bar.disable:
@@ -96,7 +91,7 @@ class _Runner:
             self._bar.console.print(text, markup=False, highlight=False)
 
     def _start(self) -> None:
-        """Fill free jobs with runs whose initial run is finished and which no process of an earlier study trains."""
+        """Fill free jobs with runs whose initial run is finished."""
         for run in list(self._waiting):
             if len(self._active) >= self.jobs:
                 return
@@ -104,10 +99,9 @@ class _Runner:
             if initial in self.failed:
                 self._waiting.remove(run)
                 self._fail(run, f"its initial run failed: {initial.name if initial else ''}")
-            elif not (initial is not None and not is_finished(initial)) and _is_free(run.folder):
+            elif initial is None or is_finished(initial):
                 self._waiting.remove(run)
-                if not is_finished(run):
-                    self._launch(run)
+                self._launch(run)
 
     def _launch(self, run: StudyRun) -> None:
         slot = min(set(range(self.jobs)) - {p.slot for p in self._active})
@@ -124,15 +118,9 @@ class _Runner:
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[slot % len(self.devices)]
         output = open(settings / f"{run.folder.name}.{OUTPUT_FILE}", "w", encoding="utf-8")  # noqa: SIM115
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is the study's, which stops its runs
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "text": True}
+        # a session of its own: Ctrl-C is the study's, which stops its runs
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         task = self._bar.add_task(f"  {printable(run.name, 48)}", total=None, note="starting")
         self._active.append(_Process(run, slot, process, output, task))
 
@@ -146,10 +134,9 @@ class _Runner:
             return
         self._leave(active)
         self._bar.remove_task(active.task)
-        if code != 0 or not is_finished(run):
-            self._fail(run, _reason(Path(active.output.name), code))
-            return
         try:
+            if code != 0 or not is_finished(run):
+                raise UserError(_reason(Path(active.output.name), code))
             numbers = _numbers(run)
         except (UserError, OSError) as error:
             self._fail(run, str(error))
@@ -158,7 +145,8 @@ class _Runner:
         seconds = json.dumps({"seconds": spent + (seconds_of(run) or 0.0)})
         write_text_atomically(run.folder / SECONDS_FILE, seconds)
         shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # model/ holds what is evaluated
-        self._say(f"[{self._done}/{len(self.runs)}] {printable(run.name, 80)}: {numbers}  {spent:.0f} s")
+        done = f"[{sum(map(is_finished, self.runs))}/{len(self.runs)}]"
+        self._say(f"{done} {printable(run.name, 80)}: {numbers}  {spent:.0f} s")
 
     def _fail(self, run: StudyRun, why: str) -> None:
         self.failed[run] = why
@@ -191,17 +179,6 @@ def remove_damaged(runs: Sequence[StudyRun]) -> None:
         except (UserError, OSError) as error:
             print(f"{printable(run.name, 80)}: damaged, is trained again: {printable(error, 400)}", file=sys.stderr)
             shutil.rmtree(run.folder)
-
-
-def _is_free(folder: Path) -> bool:
-    """Whether no other process trains this run, such as one that outlived a study that was killed."""
-    if not folder.exists():
-        return True
-    try:
-        lock_folder(folder).close()
-    except UserError:
-        return False
-    return True
 
 
 def _numbers(run: StudyRun) -> str:

@@ -1,6 +1,7 @@
 """A study's tables: records of plain values, which their CSV files hold, and how a page or a terminal shows them.
 
-Columns follow a convention: NAME_mean and NAME_sd over seeds, NAME with NAME_lo and NAME_hi of an estimate.
+Columns follow a convention: NAME_mean and NAME_sd over seeds, NAME with NAME_lo and NAME_hi of an estimate. Titles, heads
+and shown columns are data: ``tables`` of configs/claims/*.yaml.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache, wraps
 from typing import Any, Literal
 
 import yaml
+from braceexpand import braceexpand
 
 from mmclip.config.parser import CONFIGS
 from mmclip.errors import printable
@@ -21,8 +23,8 @@ from mmclip.metrics.bootstrap import Estimate
 from mmclip.reporting.table import Cell, Table, is_number, rate, signed, span, text_cell
 from mmclip.roles import CLIP_DIRECTIONS, LOSS_WEIGHTS
 from mmclip.study.arms import Arm
-from mmclip.study.estimates import Score, Spread, Study, spread
-from mmclip.study.plan import CLIP, EVALUATIONS, TEXT, Kind
+from mmclip.study.estimates import Score, Spread, Study, reported, spread
+from mmclip.study.plan import CLIP, COSMETIC, EVALUATIONS, MEASURING, TEXT, Kind
 
 Json = dict[str, Any]
 Record = Mapping[str, Any]  # values, Spreads and Estimates by name
@@ -34,10 +36,9 @@ KEPT = 0.95  # share of sym/cosine's success@1 that a direction must keep, by th
 WORDS = {True: "yes", False: "not shown", None: "open"}
 NO_BASELINE = Estimate.missing("no baseline: a sym/cosine arm on the same data")
 # Settings that differ within an arm, or do not make it what it is
-OF_A_RUN = (*CLIP.cosmetic, *CLIP.measuring, "seed", "init_from", "loss", "i2t_weight")
+OF_A_RUN = (*COSMETIC, *MEASURING, "seed", "init_from", "loss", "i2t_weight")
 SIGNED = ("minus", "difference", "gain", "change", "d_topk", "d_corpus", "d_arm", "d_control", "count")
-MARKS: dict[str, Literal["up", "down"]] = {"yes": "up", "Yes": "up", "reproduced": "up", "clean": "up", "no": "down",
-                                           "No": "down", "not reproduced": "down", "found": "down"}  # fmt: skip
+UP, DOWN = ("yes", "Yes", "reproduced", "clean"), ("no", "No", "not reproduced", "found")
 
 
 @dataclass
@@ -59,20 +60,24 @@ class StudyTable:
     head: str
     shown: Sequence[str]
 
+    @classmethod
+    def of(cls, kind: Kind, name: str, records: list[Json]) -> StudyTable:
+        """With the layout in configs/claims."""
+        layout = load_claims(kind)["tables"][name]
+        shown = [column for part in layout["shown"].split() for column in braceexpand(part)]
+        return cls(name, layout["title"], layout["first"].split(), records, layout.get("head", "{arm}"), shown)
+
     def view(self) -> Table:
         """Rounded numbers with their intervals; notes say what is missing and why."""
-        heads = [self.head.format_map({k: text_cell(v, 160).text for k, v in r.items()}) for r in self.records]
-        missing: dict[str, list[str]] = {}
-        for head, record in zip(heads, self.records, strict=True):
+        rows, missing = [], dict[str, list[str]]()
+        for record in self.records:
+            head = self.head.format_map({k: text_cell(v, 160).text for k, v in record.items()})
+            rows.append((head, [_cell(record, name) for name in self.shown]))
             if record.get("reason"):
                 missing.setdefault(record["reason"], []).append(head.partition("\n")[0])
-        rows = [(h, [_cell(r, name) for name in self.shown]) for h, r in zip(heads, self.records, strict=True)]
         notes = [printable(f"{', '.join(dict.fromkeys(names))}: {why}.", 400) for why, names in missing.items()]
-        columns = [
-            name.partition("/")[0].replace("success@1_", "").replace("_minus_", " less ").replace("_", " ")
-            for name in self.shown
-        ]
-        return Table(self.title, ["", *columns], rows, notes)
+        heads = (name.partition("/")[0].replace("success@1_", "").replace("_minus_", " less ") for name in self.shown)
+        return Table(self.title, ["", *(head.replace("_", " ") for head in heads)], rows, notes)
 
     def file(self) -> Table:
         return Table.of_records(self.title, self.records, self.first)
@@ -85,7 +90,7 @@ def _cell(record: Json, name: str) -> Cell:
     beside = _cell(record, other).text if is_number(record.get(other)) else ""
     if not is_number(value):
         cell = text_cell(value, 200)
-        cell.kind = cell.kind or MARKS.get(cell.text, "")
+        cell.kind = cell.kind or ("up" if cell.text in UP else "down" if cell.text in DOWN else "")
         return cell
     ratio, sign = "ratio" in name or name == "delta_cv", any(part in name for part in SIGNED)
     text = signed(value) if sign else rate(value) if isinstance(value, float) and abs(value) < 10 else f"{value:.0f}"
@@ -129,14 +134,13 @@ def reasons(found: Mapping[str, Estimate]) -> str:
 TABLES: dict[Kind, list[Callable[[Study], StudyTable]]] = {CLIP: [], TEXT: []}
 
 
-def table(kind: Kind, title: str, first: str, head: str = "{arm}", shown: Sequence[str] = (), name: str = "") -> Any:
+def table(kind: Kind, name: str = "") -> Any:
     """Make a function that yields records one that returns their StudyTable, and list it in TABLES."""
 
     def decorate(rows: Callable[[Study], Iterator[Record]]) -> Callable[[Study], StudyTable]:
         @wraps(rows)
         def make(study: Study) -> StudyTable:
-            records = [plain_values(row) for row in rows(study)]
-            return StudyTable(name or rows.__name__, title, first.split(), records, head, shown)
+            return StudyTable.of(kind, name or rows.__name__, [plain_values(row) for row in rows(study)])
 
         TABLES[kind].append(make)
         return make
@@ -146,8 +150,8 @@ def table(kind: Kind, title: str, first: str, head: str = "{arm}", shown: Sequen
 
 @cache
 def load_claims(kind: Kind) -> Json:
-    """The paper's claims and numbers: configs/claims/NAME.yaml."""
-    content: Json = yaml.safe_load((CONFIGS / "claims" / f"{kind.claims}.yaml").read_text(encoding="utf-8"))
+    """The paper's claims and numbers, and the layout of tables: configs/claims/NAME.yaml."""
+    content: Json = yaml.safe_load((CONFIGS / "claims" / f"{kind.name}.yaml").read_text(encoding="utf-8"))
     return content
 
 
@@ -163,9 +167,9 @@ def over_seeds(arm: Arm | None, path: str, data: str = "") -> Spread:
 
 
 def settings_of(arm: Arm) -> Json:
-    return {"arm": arm.name, "loss": arm.settings["loss"], "i2t_weight": arm.i2t_weight, "norm": arm.settings["norm"],
-            "curriculum": arm.loss_options, "train_fraction": arm.fraction, "permute_pairs": arm.permuted,
-            "initial": arm.start}  # fmt: skip
+    row = {"arm": arm.name, "loss": arm.settings["loss"], "i2t_weight": arm.i2t_weight, "norm": arm.settings["norm"]}
+    row |= {"curriculum": arm.loss_options, "train_fraction": arm.fraction, "permute_pairs": arm.permuted}
+    return row | {"initial": arm.start}
 
 
 def alike(arm: Arm, arms: Iterable[Arm], norm: str) -> list[Arm]:
@@ -175,18 +179,14 @@ def alike(arm: Arm, arms: Iterable[Arm], norm: str) -> list[Arm]:
 
 def _group(arm: Arm, without: str) -> Json:
     """Settings that make an arm what it is; λ stands for the loss."""
-    found = {**arm.settings, "initial": arm.start, "lambda": arm.i2t_weight}
-    return {k: v for k, v in found.items() if k not in (*OF_A_RUN, without)}
-
-
-def _each(study: Study) -> Iterator[tuple[Arm, str]]:
-    return itertools.product(study.arms, DIRECTIONS)
+    values = {**arm.settings, "initial": arm.start, "lambda": arm.i2t_weight}
+    return {k: v for k, v in values.items() if k not in (*OF_A_RUN, without)}
 
 
 # --- CLIP -------------------------------------------------------------------------------------------------------------
 
 
-@table(CLIP, "The price of each direction", "number arm point", "{arm}\n{point}", ("i2t", "t2i", "n_seeds"))
+@table(CLIP)
 def frontier(study: Study) -> Iterator[Record]:
     """An arm natively in both directions; and corrected where the direction was not trained, or in both directions of
     an arm that trained both."""
@@ -199,35 +199,32 @@ def frontier(study: Study) -> Iterator[Record]:
         yield row
 
 
-@table(CLIP, "Table 6 of the paper", "paper_config loss norm arm n_seeds", "{arm} ({paper_config})",
-       ("d_topk_image/paper_d_image", "d_topk_text/paper_d_text",
-        *(f"success@1_{s}_{d}/paper_R@1_{s}_{d}" for s in ("cosine", "dot") for d in DIRECTIONS)))  # fmt: skip
+@table(CLIP)
 def table6(study: Study) -> Iterator[Record]:
     """The paper's six configurations first, then every other arm; its numbers beside them, rates as fractions."""
+
+    def row(arm: Arm | None, paper: Json) -> Record:
+        about = arm.settings if arm else paper
+        row: Json = {"paper_config": paper.get("name"), "loss": about["loss"], "norm": about["norm"]}
+        row |= {"arm": arm and arm.name, "n_seeds": len(arm.seeds) if arm else 0}
+        for side in SIDES:
+            row[f"d_topk_{side}"] = over_seeds(arm, f"magnitude {side} cohens_d topk value")
+            row[f"paper_d_{side}"] = paper.get(f"d_{side}")
+        for s, d in itertools.product(("cosine", "dot"), DIRECTIONS):
+            row[f"success@1_{s}_{d}"] = study.spread(Score(arm, d, s)) if arm else spread([])
+            row[f"paper_R@1_{s}_{d}"] = paper[f"{s}_{d}"] / 100 if paper else None
+        return row | {"reason": "" if arm else "no arm of this study"}
+
     rest = list(study.arms)
     for paper in load_claims(study.kind)["table6"]:
-        plain = [a for a in rest if study.is_plain(a)]
-        of = [a for a in plain if (a.i2t_weight, a.settings["norm"]) == (LOSS_WEIGHTS[paper["loss"]], paper["norm"])]
-        rest = [arm for arm in rest if arm not in of]
-        yield from (_table6_row(study, arm, paper) for arm in (*of, *([] if of else [None])))
-    yield from (_table6_row(study, arm, {}) for arm in rest)
+        setting = (LOSS_WEIGHTS[paper["loss"]], paper["norm"])
+        mine = [a for a in rest if study.is_plain(a) and (a.i2t_weight, a.settings["norm"]) == setting]
+        rest = [arm for arm in rest if arm not in mine]
+        yield from (row(arm, paper) for arm in mine or [None])
+    yield from (row(arm, {}) for arm in rest)
 
 
-def _table6_row(study: Study, arm: Arm | None, paper: Json) -> Record:
-    about = arm.settings if arm else paper
-    row: Json = {"paper_config": paper.get("name"), "loss": about["loss"], "norm": about["norm"]}
-    row |= {"arm": arm and arm.name, "n_seeds": len(arm.seeds) if arm else 0}
-    for side in SIDES:
-        row[f"d_topk_{side}"] = over_seeds(arm, f"magnitude {side} cohens_d topk value")
-        row[f"paper_d_{side}"] = paper.get(f"d_{side}")
-    for s, d in itertools.product(("cosine", "dot"), DIRECTIONS):
-        row[f"success@1_{s}_{d}"] = study.spread(Score(arm, d, s)) if arm else spread([])
-        row[f"paper_R@1_{s}_{d}"] = paper[f"{s}_{d}"] / 100 if paper else None
-    return row | {"reason": "" if arm else "no arm of this study"}
-
-
-@table(CLIP, "Both directions kept", "arm served by_rule null baseline n_seeds keeps_both lowest_end", "{arm}\n{served}",
-       ("keeps_both", "by_rule", *(f"{d}_ratio_to_{to}" for to in (NATIVE, CORRECTED) for d in DIRECTIONS), "n_seeds"))  # fmt: skip
+@table(CLIP)
 def keeps_both(study: Study) -> Iterator[Record]:
     """Whether both directions keep ``KEPT`` of sym/cosine's native success@1, by the lower ends of paired ratios.
 
@@ -245,7 +242,7 @@ def keeps_both(study: Study) -> Iterator[Record]:
                 for to in (NATIVE, CORRECTED):
                     ratio = study.ratio(Score(arm, d, s), Score(baseline, d, to)) if baseline else NO_BASELINE
                     row[f"{d}_ratio_to_{to}"] = ratio
-            found = {d: row[f"{d}_ratio_to_{NATIVE}"] for d in DIRECTIONS}
+            found: dict[str, Estimate] = {d: row[f"{d}_ratio_to_{NATIVE}"] for d in DIRECTIONS}
             ends = [ratio.lo for ratio in found.values() if ratio.lo is not None]
             lowest = min(ends) if len(ends) == len(found) else None
             row |= {"n_seeds": found["t2i"].n_seeds, "lowest_end": lowest}
@@ -263,46 +260,32 @@ def _ways(arm: Arm) -> Iterator[tuple[str, bool, tuple[str, str]]]:
     yield "t2i corrected, i2t native", True, (NATIVE, CORRECTED)
 
 
-@table(CLIP, "Learned, useful", "arm direction null control baseline n_seeds learned useful",
-       "{arm}, {direction}\ncontrol: {control}; baseline: {baseline}",
-       ("learned", "d_arm", "d_control", "d_difference", "useful", "native_minus_cosine", "gain_over_control",
-        "native_minus_baseline_cosine", "null", "n_seeds"))  # fmt: skip
+@table(CLIP)
 def verdicts(study: Study) -> Iterator[Record]:
     """Learned and useful in each trained direction of every arm whose documents keep some norm, nulls among them."""
-
-    def difference(found: Json, name: str = "delta", ci: str = "ci") -> Estimate:
-        lo, hi = found.get(ci) or (None, None)
-        return Estimate(found.get(name), lo, hi, 0)
-
     for arm in study.arms:
         if all(run.json["evaluation"]["native"]["gamma_d"] == 1 for run in arm.results().values()):
             continue
         for d in arm.trained:
             found = study.verdict(arm, d)
             learned, useful = found.get("learned") or {}, found.get("useful") or {}
-            yield {
-                **{"arm": arm.name, "direction": d, "null": arm.permuted},
-                **{key: found[key] for key in ("control", "baseline", "n_seeds")},
-                "learned": WORDS[learned["verdict"]] if learned else "",
-                "d_arm": learned.get("d_run"),
-                "d_control": learned.get("d_control"),
-                "d_difference": difference(learned),
-                "useful": WORDS[useful["verdict"]] if useful else "",
-                "native_minus_cosine": difference(useful, "native_minus_cosine_run", "native_minus_cosine_run_ci"),
-                "dot_minus_cosine_control": useful.get("dot_minus_cosine_control"),
-                "gain_over_control": difference(useful.get("gain") or {}),
-                "native_minus_baseline_cosine": difference(useful.get("native_minus_baseline_cosine") or {}),
-                "learned_sentence": learned.get("sentence"),
-                "useful_sentence": useful.get("sentence"),
-                "reason": found.get("reason", ""),
-            }
+            row: Json = {"arm": arm.name, "direction": d, "null": arm.permuted}
+            row |= {key: found[key] for key in ("control", "baseline", "n_seeds")}
+            row |= {"learned": WORDS[learned["verdict"]] if learned else "", "d_arm": learned.get("d_run")}
+            row |= {"d_control": learned.get("d_control"), "d_difference": reported(learned)}
+            row |= {"useful": WORDS[useful["verdict"]] if useful else ""}
+            row |= {"native_minus_cosine": reported(useful, "native_minus_cosine_run")}
+            row |= {"dot_minus_cosine_control": useful.get("dot_minus_cosine_control")}
+            row |= {"gain_over_control": reported(useful.get("gain"))}
+            row |= {"native_minus_baseline_cosine": reported(useful.get("native_minus_baseline_cosine"))}
+            row |= {"learned_sentence": learned.get("sentence"), "useful_sentence": useful.get("sentence")}
+            yield row | {"reason": found.get("reason", "")}
 
 
-@table(CLIP, "Gain of the correction", "arm direction trained null n_seeds", "{arm}, {direction}",
-       (NATIVE, REVERSED, CORRECTED, "corrected_minus_reversed", "corrected_minus_baseline_native", "n_seeds"))  # fmt: skip
+@table(CLIP)
 def correction(study: Study) -> Iterator[Record]:
     """Gain of the correction over the trained scores read in reverse, and over sym/cosine's native."""
-    for arm, d in _each(study):
+    for arm, d in itertools.product(study.arms, DIRECTIONS):
         corrected, baseline = Score(arm, d, CORRECTED), study.baseline(arm)
         gain = study.difference(corrected, Score(arm, d, REVERSED))
         if gain.value is None and arm.trained == [d]:
@@ -315,15 +298,15 @@ def correction(study: Study) -> Iterator[Record]:
         yield row | found | {"reason": reasons(found)}
 
 
-@table(CLIP, "Trained with, scored with", "arm direction trained n_seeds", "{arm}, {direction}", SCORINGS)
+@table(CLIP)
 def matrix(study: Study) -> Iterator[Record]:
     """success@1: trained with, down; scored with, across."""
-    for arm, d in _each(study):
+    for arm, d in itertools.product(study.arms, DIRECTIONS):
         row = {"arm": arm.name, "direction": d, "trained": d in arm.trained, "n_seeds": len(arm.seeds)}
         yield row | {s: study.spread(Score(arm, d, s)) for s in SCORINGS}
 
 
-@table(CLIP, "γ while training", "arm seed step gamma_q gamma_d", "{arm}, seed {seed}", ("step", "gamma_q", "gamma_d"))
+@table(CLIP)
 def gamma(study: Study) -> Iterator[Record]:
     """γ at every logged step of the arms in which it moves."""
     for arm in study.arms:
@@ -334,7 +317,7 @@ def gamma(study: Study) -> Iterator[Record]:
                     yield {"arm": arm.name, "seed": seed} | {k: r[k] for k in ("step", "gamma_q", "gamma_d")}
 
 
-@table(CLIP, "Coefficient of variation of the norms", "arm", shown=("cv_image", "cv_text", "n_seeds"))
+@table(CLIP)
 def cv(study: Study) -> Iterator[Record]:
     """CV of either side's norms."""
     for arm in study.arms:
@@ -342,8 +325,7 @@ def cv(study: Study) -> Iterator[Record]:
         yield settings_of(arm) | {"n_seeds": len(arm.seeds)} | found
 
 
-@table(CLIP, "ΔCV, trained with dnorm over dot", "i2t_weight direction query_side dnorm_arm dot_arm n_seeds",
-       "{query_side}\n{dnorm_arm} over {dot_arm}", ("delta_cv", "n_seeds"))  # fmt: skip
+@table(CLIP)
 def delta_cv(study: Study) -> Iterator[Record]:
     """The paper's ΔCV = CV(dnorm-trained) / CV(dot-trained) on the query's side, seed by seed, wherever both exist."""
     for dnorm in (arm for arm in study.arms if arm.settings["norm"] == "dnorm"):
@@ -356,12 +338,11 @@ def delta_cv(study: Study) -> Iterator[Record]:
             yield row | {"dnorm_arm": dnorm.name, "dot_arm": dot.name, "n_seeds": found.n, "delta_cv": found}
 
 
-@table(CLIP, "From trained weights", "arm initial from_random n_seeds", "{arm}\nfrom {initial}; random: {from_random}",
-       (*(f"{name}_{d}" for name in ("success@1_native", "minus_from_random") for d in DIRECTIONS),
-        *(f"zero_shot_{what}_native" for what in ("before", "after", "change"))))  # fmt: skip
+@table(CLIP)
 def pretrained(study: Study) -> Iterator[Record]:
     """Arms that start from trained weights: against the same setting from their model's own start, and what zero-shot
     classification loses by the training, seed by seed."""
+    missing = Estimate.missing("no arm of this loss and normalization from random weights")
     same = ("i2t_weight", "norm", "curriculum", "train_fraction", "permute_pairs")
     for arm in (a for a in study.arms if a.start is not None):
         own = settings_of(arm)
@@ -369,7 +350,6 @@ def pretrained(study: Study) -> Iterator[Record]:
         other, found = next(scratch, None), {}
         row = own | {"from_random": other and other.name, "n_seeds": len(arm.seeds)}
         for d in DIRECTIONS:
-            missing = Estimate.missing("no arm of this loss and normalization from random weights")
             beside = study.difference(Score(arm, d), Score(other, d)) if other else missing
             found[f"minus_from_random_{d}"] = beside
             row |= {f"success@1_native_{d}": study.spread(Score(arm, d)), f"minus_from_random_{d}": beside}
@@ -391,8 +371,7 @@ def _before(study: Study, arm: Arm, seed: int, path: str) -> float | None:
     return at(source.json, path) if value is None and source else value
 
 
-@table(CLIP, "Share of the training data", "setting arm train_fraction direction scoring n_seeds",
-       "{setting}, {direction}\n{scoring}", ("train_fraction", "success@1", "n_seeds"))  # fmt: skip
+@table(CLIP)
 def fractions(study: Study) -> Iterator[Record]:
     """success@1 by the share of the training data, for settings that were trained on several."""
     groups: dict[str, list[Arm]] = {}
@@ -403,14 +382,11 @@ def fractions(study: Study) -> Iterator[Record]:
         for arm, d, s in itertools.product(arms, DIRECTIONS, (NATIVE, CORRECTED)):
             found = study.mean(Score(arm, d, s))
             row = {"setting": name} | settings_of(arm) | {"direction": d, "scoring": s, "n_seeds": len(arm.seeds)}
-            row["success@1"] = study.spread(Score(arm, d, s))
+            row |= {"success@1": study.spread(Score(arm, d, s))}
             yield row | {"success@1_lo": found.lo, "success@1_hi": found.hi}
 
 
-@table(CLIP, "log₁₀ κ before training",
-       "i2t_weight direction seed train_fraction initial qnorm_arm dnorm_arm winner",
-       "{direction}, seed {seed}\n{qnorm_arm} against {dnorm_arm}",
-       (*(f"log10_kappa_{name}" for name in MATRICES), "qnorm_minus_dnorm", "winner", "kappa_of"))  # fmt: skip
+@table(CLIP)
 def fisher(study: Study) -> Iterator[Record]:
     """κ of a trained direction and seed, and which of qnorm and dnorm won.
 
@@ -444,9 +420,7 @@ def kappas(arm: Arm, direction: str, seed: int) -> tuple[dict[str, float], str]:
     return found, "" if found else why or "start.json holds no κ of this direction"
 
 
-@table(CLIP, "Runs", "arm seed", "{arm}, seed {seed}",
-       ("i2t_weight", "norm", "gamma_q", "gamma_d", "curriculum", "train_fraction", "permute_pairs", "initial", "steps",
-        "seconds"))  # fmt: skip
+@table(CLIP)
 def cells(study: Study) -> Iterator[Record]:
     """Every run."""
     for arm in study.arms:
@@ -458,13 +432,11 @@ def cells(study: Study) -> Iterator[Record]:
                 row[f"success@{k}_{s}_{d}"] = study.rate(run, d, s, f"success@{k}")
             for side in SIDES:
                 path = f"magnitude {side} cohens_d"
-                corpus = [(at(section, f"{path} corpus value"), pool) for pool, section in run.pools.items()]
-                row |= {
-                    f"d_topk_{side}": at(run.json, f"{path} topk value"),
-                    f"cv_{side}": at(run.json, f"magnitude {side} cv"),
-                }
-                pair = next((pair for pair in corpus if pair[0] is not None), (None, None))
-                row[f"d_corpus_{side}"], row[f"d_corpus_{side}_pool"] = pair
+                row[f"d_topk_{side}"] = at(run.json, f"{path} topk value")
+                row[f"cv_{side}"] = at(run.json, f"magnitude {side} cv")
+                corpus = ((at(section, f"{path} corpus value"), pool) for pool, section in run.pools.items())
+                first = next((pair for pair in corpus if pair[0] is not None), (None, None))
+                row[f"d_corpus_{side}"], row[f"d_corpus_{side}_pool"] = first
             row |= {f"effective_scale_{d}": trained.get(f"effective_scale_{d}") for d in DIRECTIONS}
             for s in (NATIVE, "cosine"):
                 row[f"zero_shot_acc1_{s}"] = at(run.json, f"zero_shot acc1 {s}")
@@ -475,37 +447,31 @@ def cells(study: Study) -> Iterator[Record]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@table(TEXT, "Difference to cosine's native", "data arm norm scoring baseline n_seeds", "{arm}, {scoring}\n{data}",
-       (*(f"{m}/{m}_smallest" for m in TEXT.metrics), "n_seeds"))  # fmt: skip
+@table(TEXT)
 def differences(study: Study) -> Iterator[Record]:
     """Every other norm less its cosine arm's native, natively and by cosine scoring, paired over queries and seeds."""
-    for family in study.families():
-        for data, (norm, arm), s in itertools.product(study.data, family.items(), (NATIVE, "cosine")):
-            if norm != "cosine":
-                found = {m: study.difference(Score(arm, "q2d", s, data, m), Score(family["cosine"], "q2d", NATIVE, data, m))
-                         for m in study.kind.metrics}  # fmt: skip
-                row: Json = {
-                    "data": data,
-                    "arm": arm.name,
-                    "norm": norm,
-                    "scoring": s,
-                    "baseline": family["cosine"].name,
-                }
-                row |= {"n_seeds": found[study.kind.metrics[0]].n_seeds} | found
-                yield row | {f"{m}_smallest": e.smallest for m, e in found.items()} | {"reason": reasons(found)}
+    for family, data in itertools.product(study.families(), study.data):
+        cosine = family["cosine"]
+        for (norm, arm), s in itertools.product(list(family.items())[1:], (NATIVE, "cosine")):
+            found = {
+                m: study.difference(Score(arm, "q2d", s, data, m), Score(cosine, "q2d", NATIVE, data, m))
+                for m in TEXT.metrics
+            }
+            row: Json = {"data": data, "arm": arm.name, "norm": norm, "scoring": s, "baseline": cosine.name}
+            row |= {"n_seeds": found[TEXT.metrics[0]].n_seeds} | found
+            yield row | {f"{m}_smallest": e.smallest for m, e in found.items()} | {"reason": reasons(found)}
 
 
-@table(TEXT, "Retrieval", "data arm scoring n_seeds", "{arm}, {scoring}\n{data}", (*TEXT.metrics, "n_seeds"))
+@table(TEXT)
 def retrieval(study: Study) -> Iterator[Record]:
     """Every arm natively and by cosine on each data set: means and ranges over seeds, intervals over queries and seeds;
     before them the untrained model, whose intervals are over queries."""
-    metrics = study.kind.metrics
     for data in study.data:
         yield from (_untrained(study, data, s) for s in ("cosine", "dot"))
         for arm, s in itertools.product((a for a in study.arms if data in a.runs), (NATIVE, "cosine")):
-            found = {m: study.mean(Score(arm, "q2d", s, data, m)) for m in metrics}
-            row: Json = {"data": data, "arm": arm.name, "scoring": s, "n_seeds": found[metrics[0]].n_seeds} | found
-            for m in metrics:
+            found = {m: study.mean(Score(arm, "q2d", s, data, m)) for m in TEXT.metrics}
+            row: Json = {"data": data, "arm": arm.name, "scoring": s, "n_seeds": found[TEXT.metrics[0]].n_seeds} | found
+            for m in TEXT.metrics:
                 each = [run.json["retrieval"]["q2d"][s][m] for run in arm.results(data).values()]
                 row |= {f"{m}_min": min(each), f"{m}_max": max(each)}
             yield row | {"reason": reasons(found)}
@@ -520,33 +486,28 @@ def _untrained(study: Study, data: str, scoring: str) -> Record:
     row: Json = {"data": data, "arm": "untrained", "scoring": scoring, "n_seeds": None}
     for start in _starts(study):
         section = start if data == study.data[0] else (start.get(EVALUATIONS) or {}).get(data) or {}
-        if found := ((section.get("retrieval") or {}).get("q2d") or {}).get(scoring):
-            cis = {m: (found.get("ci") or {}).get(m) or (None, None) for m in study.kind.metrics}
-            return row | {m: Estimate(found.get(m), ci[0], ci[1], 1) for m, ci in cis.items()}
+        if found := value_at(section, ["retrieval", "q2d", scoring])[0]:
+            cis = {m: (found.get("ci") or {}).get(m) or (None, None) for m in TEXT.metrics}
+            return row | {m: Estimate(found.get(m), *ci, 1) for m, ci in cis.items()}
     return row | {"reason": "no run measured this data set before training"}
 
 
-@table(TEXT, "Norms", "data arm n_seeds", "{arm}\n{data}",
-       ("d_corpus", "d_topk", "cv_query", "cv_document", "relevance_count", "gamma_q", "gamma_d", "effective_scale",
-        "seconds"))  # fmt: skip
+@table(TEXT)
 def magnitude(study: Study) -> Iterator[Record]:
     """Norms of every arm on every data set: d of the documents', CV of both sides, norm and relevance count, γ."""
     for data, arm in ((data, a) for data in study.data for a in study.arms if data in a.runs):
         corpus, count = (study.documents(data, what, arm) for what in ("corpus", "count"))
-        yield {
-            **{"data": data, "arm": arm.name, "n_seeds": len(arm.results(data)), "d_corpus": corpus},
-            "d_topk": over_seeds(arm, "magnitude document cohens_d topk value", data),
-            **{f"cv_{side}": over_seeds(arm, f"magnitude {side} cv", data) for side in ("query", "document")},
-            "relevance_count": count,
-            **{name: over_seeds(arm, f"evaluation native {name}", data) for name in ("gamma_q", "gamma_d")},
-            "effective_scale": over_seeds(arm, "diagnostics q2d scale effective_scale", data),
-            "seconds": spread(arm.seconds.values()),
-            "reason": reasons({"d_corpus": corpus, "relevance_count": count}),
-        }
+        row: Json = {"data": data, "arm": arm.name, "n_seeds": len(arm.results(data)), "d_corpus": corpus}
+        row |= {"d_topk": over_seeds(arm, "magnitude document cohens_d topk value", data)}
+        row |= {f"cv_{side}": over_seeds(arm, f"magnitude {side} cv", data) for side in ("query", "document")}
+        row |= {"relevance_count": count}
+        row |= {name: over_seeds(arm, f"evaluation native {name}", data) for name in ("gamma_q", "gamma_d")}
+        row |= {"effective_scale": over_seeds(arm, "diagnostics q2d scale effective_scale", data)}
+        row |= {"seconds": spread(arm.seconds.values())}
+        yield row | {"reason": reasons({"d_corpus": corpus, "relevance_count": count})}
 
 
-@table(TEXT, "ΔCV of queries, trained with dnorm over dot", "data baseline n_seeds", "{data}",
-       ("delta_cv/delta_cv_smallest", "n_seeds"), name="delta_cv")  # fmt: skip
+@table(TEXT, "delta_cv")
 def text_delta_cv(study: Study) -> Iterator[Record]:
     """CV of query norms trained with dnorm over that with dot."""
     for family, data in itertools.product(study.families(), study.data):
@@ -555,8 +516,7 @@ def text_delta_cv(study: Study) -> Iterator[Record]:
         yield row | {"delta_cv_smallest": found.smallest, "reason": found.reason}
 
 
-@table(TEXT, "log₁₀ κ before training", "question status n_available n_needed dim", "{question}",
-       ("status", "n_available", *(f"log10_kappa_{name}" for name in MATRICES)), name="fisher")  # fmt: skip
+@table(TEXT, "fisher")
 def text_fisher(study: Study) -> Iterator[Record]:
     """κ of the training's queries, and of titles as queries."""
     start = next(_starts(study), {})
@@ -570,18 +530,17 @@ def text_fisher(study: Study) -> Iterator[Record]:
         row |= {k: section.get(k) for k in ("status", "n_available", "n_needed", "n", "dim", "effective_scale")}
         for name in MATRICES:
             kappa = (section.get(name) or {}).get("log10_kappa") or {}
-            lo, hi = kappa.get("ci") or (None, None)
-            row[f"log10_kappa_{name}"] = Estimate(kappa.get("value"), lo, hi, 1)
+            row[f"log10_kappa_{name}"] = Estimate(kappa.get("value"), *(kappa.get("ci") or (None, None)), 1)
         yield row | {"reason": section.get("reason") or ""}
 
 
-@table(TEXT, "Runs", "arm seed seconds", "{arm}, seed {seed}", ("gamma_q", "gamma_d", "seconds"))
+@table(TEXT)
 def runs(study: Study) -> Iterator[Record]:
     """Every run: its native numbers by data set, γ at the end, effective scale, seconds."""
     for arm, seed in ((a, seed) for a in study.arms for seed in a.seeds):
         row: Json = {"arm": arm.name, "seed": seed, "seconds": arm.seconds.get(seed)}
         for data, run in ((data, run) for data in study.data if (run := arm.results(data).get(seed)) is not None):
-            row |= {f"{m}_{data}": study.rate(run, "q2d", NATIVE, m) for m in study.kind.metrics}
+            row |= {f"{m}_{data}": study.rate(run, "q2d", NATIVE, m) for m in TEXT.metrics}
             row |= {g: at(run.json, f"evaluation native {g}") for g in ("gamma_q", "gamma_d")}
             row[f"effective_scale_{data}"] = at(run.json, "diagnostics q2d scale effective_scale")
         yield row
