@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mmclip.config.clip import LossConfig
@@ -40,14 +39,14 @@ class Arm:
     """
 
     name: str
-    settings: Mapping[str, Any]
-    runs: Mapping[str, Mapping[int, Results]]
-    logs: Mapping[int, list[Json]] = dataclasses.field(default_factory=dict)
-    starts: Mapping[int, Json] = dataclasses.field(default_factory=dict)
+    settings: Json
+    runs: dict[str, dict[int, Results]]
+    logs: dict[int, list[Json]] = dataclasses.field(default_factory=dict)
+    starts: dict[int, Json] = dataclasses.field(default_factory=dict)
     initial: str | None = None
-    seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
-    def results(self, data: str = "") -> Mapping[int, Results]:
+    def results(self, data: str = "") -> dict[int, Results]:
         """Training seed -> results on a data set, by default the first."""
         return self.runs.get(data or next(iter(self.runs), ""), {})
 
@@ -65,9 +64,14 @@ class Arm:
         return direction_weights(self.settings["loss"], self.settings["i2t_weight"])[CLIP_DIRECTIONS[0]]
 
     @property
+    def weights(self) -> tuple[float, float | None]:
+        """λ at the start, and at the end where it changes."""
+        return self.i2t_weight, self.settings["i2t_weight_end"]
+
+    @property
     def trained(self) -> list[str]:
         """Directions whose weight is above 0 at any time."""
-        weights = [w for w in (self.i2t_weight, self.settings["i2t_weight_end"]) if w is not None]
+        weights = [w for w in self.weights if w is not None]
         i2t, t2i = (d.value for d in CLIP_DIRECTIONS)
         return [i2t] * any(w > 0 for w in weights) + [t2i] * any(w < 1 for w in weights)
 
@@ -89,8 +93,7 @@ class Arm:
     @property
     def start(self) -> str | None:
         """Origin of its weights, None for random ones."""
-        found = self.initial or self.settings["init_from"] or self.settings["pretrained"]
-        return None if found is None else str(found)
+        return self.initial or self.settings["init_from"] or self.settings["pretrained"]
 
     @property
     def loss_options(self) -> str:
@@ -114,27 +117,15 @@ def control_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
     norms = ("cosine", "dnorm") if arm.i2t_weight in (0, 1) else ("cosine",)
     blind = [a for a in arms if a.settings["norm"] in norms and a.is_blind]
     starts = {None, *(a.name for a in blind)}  # norms of another start are other norms
-    candidates = [
-        other
-        for other in blind
-        if other.initial == arm.initial
-        and other.initial in starts
-        and (other.i2t_weight, other.settings["i2t_weight_end"]) == (arm.i2t_weight, arm.settings["i2t_weight_end"])
-        and _comparable(arm, other)
-    ]
+    same = [a for a in blind if a.initial == arm.initial and a.initial in starts and a.weights == arm.weights]
+    candidates = [a for a in same if _comparable(arm, a)]
     return min(candidates, key=lambda o: (o.settings["norm"] != "cosine", _distance(arm, o)), default=None)
 
 
 def baseline_of(arm: Arm, arms: Iterable[Arm]) -> Arm | None:
     """The sym/cosine arm on the same data, or None; of several the one that differs least."""
-    candidates = [
-        other
-        for other in arms
-        if other.settings["norm"] == "cosine"
-        and (other.i2t_weight, other.settings["i2t_weight_end"]) == (0.5, None)
-        and other.is_blind
-        and _comparable(arm, other)
-    ]
+    symmetric = [a for a in arms if a.settings["norm"] == "cosine" and a.weights == (0.5, None) and a.is_blind]
+    candidates = [a for a in symmetric if _comparable(arm, a)]
     return min(candidates, key=lambda o: _distance(arm, o), default=None)
 
 
@@ -153,33 +144,24 @@ def _distance(a: Arm, b: Arm) -> tuple[bool, int]:
 
 def gather(runs: Sequence[StudyRun]) -> tuple[list[Arm], dict[StudyRun, str]]:
     """(arms with their finished runs, in the order of the file; finished runs that cannot be read, with the reason)."""
-    by_arm: dict[str, dict[StudyRun, tuple[dict[str, Results], list[Json], Json]]] = {}
+    arms: dict[str, Arm] = {}
     unreadable: dict[StudyRun, str] = {}
-    for run in runs:
-        read = by_arm.setdefault(run.arm, {})
-        if is_finished(run):
-            try:
-                read[run] = read_run(run)
-            except (UserError, OSError) as error:
-                unreadable[run] = str(error)
-                continue
-            if not read[run][1]:
-                print(f"{printable(run.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
-    return [_arm(name, read) for name, read in by_arm.items() if read], unreadable
-
-
-def _arm(name: str, read: Mapping[StudyRun, tuple[dict[str, Results], list[Json], Json]]) -> Arm:
-    first = next(iter(read))
-    names = dict.fromkeys(data for results, _, _ in read.values() for data in results)
-    return Arm(
-        name,
-        first.config.to_dict(),
-        {data: {r.seed: results[data] for r, (results, _, _) in read.items() if data in results} for data in names},
-        {r.seed: lines for r, (_, lines, _) in read.items()},
-        {r.seed: start for r, (_, _, start) in read.items()},
-        first.initial.arm if first.initial else None,
-        {r.seed: seconds for r in read if (seconds := seconds_of(r)) is not None},
-    )
+    for run in filter(is_finished, runs):
+        try:
+            results, lines, start = read_run(run)
+        except (UserError, OSError) as error:
+            unreadable[run] = str(error)
+            continue
+        if not lines:
+            print(f"{printable(run.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
+        new = Arm(run.arm, run.config.to_dict(), {}, {}, {}, run.initial.arm if run.initial else None, {})
+        arm = arms.setdefault(run.arm, new)
+        for data, found in results.items():
+            arm.runs.setdefault(data, {})[run.seed] = found
+        arm.logs[run.seed], arm.starts[run.seed] = lines, start
+        if (seconds := seconds_of(run)) is not None:
+            arm.seconds[run.seed] = seconds
+    return [arms[name] for name in dict.fromkeys(run.arm for run in runs) if name in arms], unreadable
 
 
 def read_run(run: StudyRun) -> tuple[dict[str, Results], list[Json], Json]:
@@ -190,12 +172,9 @@ def read_run(run: StudyRun) -> tuple[dict[str, Results], list[Json], Json]:
     """
     folders = run.kind.data_folders(run.config, run.folder)
     results = {name: load_results(folder) for name, folder in folders.items()}
-    return results, read_lines(run.folder / METRICS), _read_start(run.folder / START_FILE)
-
-
-def _read_start(path: Path) -> Json:
+    path = run.folder / START_FILE
     try:
         start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise UserError(f"{printable(path)}: not readable as JSON: {printable(error, 100)}") from None
-    return start if isinstance(start, dict) else {}
+    return results, read_lines(run.folder / METRICS), start if isinstance(start, dict) else {}

@@ -6,6 +6,7 @@ Entries with a ``statistic`` (ratio or difference) are evaluated by ``compared``
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,30 +15,16 @@ from scipy.stats import binomtest
 from mmclip.evaluation.results import NATIVE
 from mmclip.metrics.bootstrap import Estimate
 from mmclip.reporting.table import is_number
+from mmclip.roles import Direction
+from mmclip.study import tables
 from mmclip.study.arms import Arm
 from mmclip.study.estimates import Score, Study, reported
 from mmclip.study.plan import CLIP
-from mmclip.study.tables import (
-    MATRICES,
-    StudyTable,
-    fisher,
-    keeps_both,
-    load_claims,
-    plain_values,
-    text_fisher,
-    verdicts,
-)
+from mmclip.study.tables import MATRICES, StudyTable, load_claims, plain_values
 
 Json = dict[str, Any]
 REPRODUCED, NOT, UNDERPOWERED, MISSING = range(4)  # places in an entry's verdicts
 NO_SUCH = Estimate.missing("the study has no such arms")
-OPPOSITE = {"i2t": "t2i", "t2i": "i2t"}
-STATISTICS: dict[tuple[str, int], Callable[[list[Any]], Any]] = {
-    ("ratio", 2): lambda x: x[0] / x[1],
-    ("ratio", 4): lambda x: x[0] / x[1] / (x[2] / x[3]),
-    ("difference", 2): lambda x: x[0] - x[1],
-    ("difference", 4): lambda x: (x[0] - x[1]) - (x[2] - x[3]),
-}
 LOOP = ("directions", "trained", "started", "function", "data", "norms")  # entries with the same loop go side by side
 Row = tuple[Json, int | str, Estimate, Json]  # words of the statement, place or word of the verdict, more columns
 
@@ -137,7 +124,7 @@ def _loop(study: Study, entry: Json) -> Iterator[Json]:
         yield from ({"direction": "q2d", "data": name} | norm for name in data for norm in norms)
     elif "trained" in entry:
         for d in entry["trained"]:
-            yield {"trained": d, "direction": d, "other": OPPOSITE[d], "loss": f"asym-{d}"}
+            yield {"trained": d, "direction": d, "other": Direction(d).opposite.value, "loss": f"asym-{d}"}
     elif "started" in entry:
         for arm in study.arms:
             loss, norm = arm.settings["loss"], arm.settings["norm"]
@@ -158,7 +145,9 @@ def _compared(case: Case) -> Iterator[Row]:
     scores = [score for side in sides if (score := case.score(side)) is not None]
     found = NO_SUCH
     if len(scores) == len(sides):
-        found = case.study.estimate(scores, STATISTICS[entry["statistic"], len(sides)])
+        combine = operator.truediv if entry["statistic"] == "ratio" else operator.sub
+        pairs = (lambda x: combine(x[0], x[1])), (lambda x: combine(combine(x[0], x[1]), combine(x[2], x[3])))
+        found = case.study.estimate(scores, pairs[len(sides) == 4])
     yield words, judged(found, entry, case.paper), found, {}
 
 
@@ -199,7 +188,7 @@ def _useful(case: Case) -> Iterator[Row]:
 def _not_useful(case: Case) -> Iterator[Row]:
     """Whether any arm is useful. That none is shown to be is evidence only where every interval of native less
     sym/cosine's cosine ends below ``little`` of the latter."""
-    rows = [r for r in verdicts(case.study).records if not r["null"] and r["useful"]]
+    rows = [r for r in tables.verdicts(case.study).records if not r["null"] and r["useful"]]
     words, small = [r["useful"] for r in rows], True
     for row in rows:
         baseline = next((a for a in case.study.arms if a.name == row["baseline"]), None)
@@ -215,26 +204,21 @@ def _not_useful(case: Case) -> Iterator[Row]:
 def _both(case: Case) -> Iterator[Row]:
     """Arms that keep both directions, with length learned and useful in a trained one; those that keep most first."""
     useful: dict[str, list[str]] = {}  # by arm, of the directions in which length was learned
-    for row in (r for r in verdicts(case.study).records if not r["null"]):
+    for row in (r for r in tables.verdicts(case.study).records if not r["null"]):
         useful.setdefault(row["arm"], []).extend([row["useful"]] * (row["learned"] == "yes"))
-    rows = [r for r in keeps_both(case.study).records if r["arm"] in useful and r["by_rule"] and not r["null"]]
+    rows = [r for r in tables.keeps_both(case.study).records if r["arm"] in useful and r["by_rule"] and not r["null"]]
     for row in sorted((r for r in rows if is_number(r["lowest_end"])), key=lambda r: -r["lowest_end"]):
         learned = useful[row["arm"]]
         helps = next((word for word in ("yes", "open") if word in learned), "no")
         kept, was_learned = ("yes" if x else "no" for x in (row["keeps_both"], learned))
-        counts = {"counts": f"kept {kept}, learned {was_learned}, useful there {helps}"}
-        verdict = helps if row["keeps_both"] and learned else "no"
-        yield (
-            {"arm": row["arm"], "served": row["served"]},
-            verdict,
-            Estimate(row["lowest_end"], None, None, row["n_seeds"]),
-            counts,
-        )
+        more = {"counts": f"kept {kept}, learned {was_learned}, useful there {helps}"}
+        words, verdict = {k: row[k] for k in ("arm", "served")}, helps if row["keeps_both"] and learned else "no"
+        yield words, verdict, Estimate(row["lowest_end"], None, None, row["n_seeds"]), more
 
 
 def _nulls(case: Case) -> Iterator[Row]:
     """Arms trained on permuted pairs: no verdict may be positive, nor success@1 above chance."""
-    rows = {(r["arm"], r["direction"]): r for r in verdicts(case.study).records if r["null"]}
+    rows = {(r["arm"], r["direction"]): r for r in tables.verdicts(case.study).records if r["null"]}
     for arm, d in ((a, d) for a in case.study.arms if a.permuted for d in a.trained):
         data = next(iter(arm.results().values())).json["data"]
         chance = data.get("chance", {}).get(d, 1 / data["n_images"])
@@ -280,7 +264,7 @@ def _from_half(end: Json) -> float:
 
 def _kappa(case: Case) -> Iterator[Row]:
     """The side of larger (or of smaller) log10 κ against the better of qnorm and dnorm."""
-    for found in kappa_counts(fisher(case.study).records):
+    for found in kappa_counts(tables.fisher(case.study).records):
         place = MISSING if not found["n"] + found["noise"] else UNDERPOWERED
         if found["n"] >= 6:  # 5 agreements of 5 have p = 0.06
             place = REPRODUCED if found["p"] < 0.05 and not found["constant"] else NOT
@@ -299,10 +283,9 @@ def kappa_counts(rows: list[Json]) -> list[Json]:
     """
     counts = []
     for kind in ("raw", "normalized"):
-        pairs = [
-            (*(row.get(f"log10_kappa_{role}_{kind}") for role in ("query", "document")), row["winner"]) for row in rows
-        ]
-        known = [(a, b, winner) for a, b, winner in pairs if is_number(a) and is_number(b) and a != b]
+        names = (f"log10_kappa_query_{kind}", f"log10_kappa_document_{kind}", "winner")
+        found = ([row.get(name) for name in names] for row in rows)
+        known = [(a, b, winner) for a, b, winner in found if is_number(a) and is_number(b) and a != b]
         decided = [("qnorm" if a > b else "dnorm", winner) for a, b, winner in known if winner in ("qnorm", "dnorm")]
         agree, n = sum(guess == winner for guess, winner in decided), len(decided)
         row = {"matrices": kind, "n": n, "larger": agree, "smaller": n - agree, "noise": len(known) - n}
@@ -313,7 +296,7 @@ def kappa_counts(rows: list[Json]) -> list[Json]:
 
 def _text_kappa(case: Case) -> Iterator[Row]:
     """One case at most, which decides nothing; its κ and its winner are named."""
-    rows = {row["question"]: row for row in text_fisher(case.study).records}
+    rows = {row["question"]: row for row in tables.text_fisher(case.study).records}
     row, titles = rows.get("q2d", {}), rows.get("titles", {})
     found = case.over("qnorm", "dnorm") if {"qnorm", "dnorm"} <= case.family.keys() else NO_SUCH
     if row.get("status") == "determined":

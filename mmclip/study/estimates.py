@@ -17,15 +17,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.comparison import ONE_CLUSTER, same_data, verdict
 from mmclip.evaluation.eval_set import MAIN_POOL
 from mmclip.evaluation.results import NATIVE, Results
-from mmclip.metrics.bootstrap import (
-    DETECTABLE,
-    RESAMPLES,
-    Estimate,
-    cluster_sums,
-    estimate,
-    mean_samples,
-    several,
-)
+from mmclip.metrics.bootstrap import DETECTABLE, RESAMPLES, Estimate, cluster_sums, estimate, mean_samples, several
 from mmclip.reporting.table import is_number
 from mmclip.roles import LOSS_WEIGHTS, NORMS, Direction, Normalization
 from mmclip.study.arms import Arm, baseline_of, control_of
@@ -245,10 +237,11 @@ class Study:
         """comparison.verdict over common seeds, with "control", "baseline" and "n_seeds"; or a "reason"."""
         key = (arm.name, direction, data)
         if key not in self._verdicts:
-            self._verdicts[key] = self._verdict(arm, direction, data, self.control(arm), self.baseline(arm))
+            self._verdicts[key] = self._verdict(arm, direction, data)
         return self._verdicts[key]
 
-    def _verdict(self, arm: Arm, direction: str, data: str, control: Arm | None, baseline: Arm | None) -> Json:
+    def _verdict(self, arm: Arm, direction: str, data: str) -> Json:
+        control, baseline = self.control(arm), self.baseline(arm)
         report: Json = {"control": control and control.name, "baseline": baseline and baseline.name, "n_seeds": 0}
         if control is None:
             return {**report, "reason": "no control: an arm of the same directions and data, trained with cosine"}
@@ -287,11 +280,9 @@ def _of_documents(results: Json, number: str) -> tuple[float, float] | str:
     found = section.get(name)
     if not isinstance(found, dict) or not is_number(found.get("value")):
         return str(section.get(f"{name}_reason") or f"no {name} in its results")
-    value = float(found["value"])
+    value, ci = float(found["value"]), found.get("ci")
     if number == "corpus":
-        if not found.get("ci"):
-            return "d(corpus) has no interval"
-        return value, (found["ci"][1] - found["ci"][0]) / (2 * NORMAL_95)
+        return (value, (ci[1] - ci[0]) / (2 * NORMAL_95)) if ci else "d(corpus) has no interval"
     if found["n"] < 4:
         return f"{found['n']} documents: a correlation's interval needs 4"
     return value, (1 - value**2) / math.sqrt(found["n"] - 3)

@@ -84,11 +84,6 @@ class Kind:
     directions: tuple[str, ...]
     metrics: tuple[str, ...]
 
-    @property
-    def script(self) -> str:
-        """Its name in a study's file."""
-        return f"train_{self.name}"
-
     def data_folders(self, config: Any, folder: Path) -> dict[str, Path]:
         """Data set -> folder of a run's results on it; of CLIP one without a name."""
         if self is CLIP:
@@ -100,7 +95,7 @@ class Kind:
 CLIP = Kind("clip", "train", TrainConfig, "scenes.yaml", "i2t_weight", LOSS_WEIGHTS, ("i2t", "t2i"), ("success@1",))
 TEXT_METRICS = ("ndcg@10", "recall@100", "mrr@10")
 TEXT = Kind("text", "train-text", TextTrainConfig, None, "q2d_weight", TEXT_LOSS_WEIGHTS, ("q2d",), TEXT_METRICS)
-KINDS = {kind.script: kind for kind in (CLIP, TEXT)}
+KINDS = {"train_clip": CLIP, "train_text": TEXT}  # by the script that a study's file names
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +145,7 @@ def plan_study(config: StudyConfig) -> StudyPlan:
     """
     path = find_config(config.config, study=True)
     file = read_yaml(path)
-    script = _text(file, "script", path) or CLIP.script
+    script = _text(file, "script", path) or "train_clip"
     if script not in KINDS:
         raise UserError(f"{path}: script {printable(script, 60)!r} is not one of {', '.join(KINDS)}")
     kind, folder = KINDS[script], Path(config.logs) / (config.name or path.stem)
@@ -240,7 +235,7 @@ class _Planner:
                 settings = self._canonical(base | fixed | point)
                 differ = [k for k in settings if k not in ("loss", "norm", *MEASURING) and base.get(k) != settings[k]]
                 shown = point if title else {k: settings[k] for k in ("loss", "norm", *differ)}
-                name = " ".join([*[title] * bool(title), *(self._shown(k, v) for k, v in shown.items())])
+                name = " ".join([*filter(None, [title]), *(self._shown(k, v) for k, v in shown.items())])
                 if (start := self.arms.get(str(settings.get("init_from")))) is not None:
                     settings["init_from"] = start.name
                 key = json.dumps({k: v for k, v in settings.items() if k not in COSMETIC}, sort_keys=True)

@@ -6,7 +6,7 @@ It holds for a study that is not finished as well: what does not exist yet has i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +15,8 @@ import numpy as np
 from mmclip.errors import printable
 from mmclip.evaluation.results import CORRECTED, NATIVE
 from mmclip.io import write_text_atomically
-from mmclip.reporting.figures import (
-    Picture,
-    Point,
-    Series,
-    curves_figure,
-    fractions_figure,
-    frontier_figure,
-    heat_figure,
-    intervals_figure,
-    write_picture,
-)
+from mmclip.reporting import figures
+from mmclip.reporting.figures import Picture, Point, Series, write_picture
 from mmclip.reporting.page import page_environment
 from mmclip.reporting.table import is_number, rate
 from mmclip.study.claims import claims
@@ -35,6 +26,7 @@ from mmclip.study.tables import DIRECTIONS, KEPT, SCORINGS, TABLES, UP, StudyTab
 
 Json = dict[str, Any]
 PAGE = "study.html"
+Drawn = Iterator[tuple[Any, str, str, str]]  # figure, name of its file, alternative text, caption
 LONG = {"i2t": "image → text", "t2i": "text → image"}
 
 
@@ -135,102 +127,92 @@ def _number(row: Json) -> str:
 
 def _pictures(study: Study, tables: Mapping[str, StudyTable], folder: Path) -> dict[str, list[Picture]]:
     rows = {name: table.records for name, table in tables.items()}
-    if study.kind is not CLIP:
-        return {"differences": _differences(study, rows["differences"], folder)}
+    drawn = (
+        {"differences": _differences(study, rows["differences"])}
+        if study.kind is not CLIP
+        else {
+            "frontier": _frontier(study, rows["frontier"], {r["baseline"] for r in rows["keeps_both"]}),
+            "matrix": _heat_maps(rows["matrix"]),
+            "gamma": _gammas(rows["gamma"]),
+            "fractions": _fractions(rows["fractions"]),
+        }
+    )
     return {
-        "frontier": _frontier(study, rows["frontier"], {r["baseline"] for r in rows["keeps_both"]}, folder),
-        "matrix": _heat_maps(rows["matrix"], folder),
-        "gamma": _gammas(rows["gamma"], folder),
-        "fractions": _fractions(rows["fractions"], folder),
+        section: [write_picture(figure, folder, *about) for figure, *about in made] for section, made in drawn.items()
     }
 
 
-def _frontier(study: Study, rows: Sequence[Json], baselines: set[str], folder: Path) -> list[Picture]:
+def _frontier(study: Study, rows: Sequence[Json], baselines: set[str]) -> Drawn:
     """Arms on all data with right pairs. Bars: one sd over seeds; of one seed half of the interval over queries."""
     whole, points = {arm.name for arm in study.arms if study.is_whole(arm)}, []
     for native, corrected in zip(rows[::2], rows[1::2], strict=True):
-        at, also, bars = [], [], []
-        for d in ("t2i", "i2t"):
-            at.append(native[f"{d}_mean"])
-            also.append(corrected[f"{d}_mean"])
-            lo, hi, sd = (native[f"{d}_{end}"] for end in ("lo", "hi", "sd"))
+        bars, sides = [], ("t2i", "i2t")
+        for lo, hi, sd in ((native[f"{d}_{end}"] for end in ("lo", "hi", "sd")) for d in sides):
             bars.append(sd if sd is not None else (hi - lo) / 2 if lo is not None else None)
-        if native["arm"] in whole and None not in at:
-            error, other = (None if x[0] is None or x[1] is None else (x[0], x[1]) for x in (bars, also))
+        values: list[Any] = [[row[f"{d}_mean"] for d in sides] for row in (native, corrected)]
+        at, other, error = (None if None in pair else tuple(pair) for pair in (*values, bars))
+        if native["arm"] in whole and at is not None:
             about = (native["number"], native["arm"], native["norm"], native["i2t_weight"])
-            points.append(Point(*about, (at[0], at[1]), error, other, native["arm"] in baselines))
-    if not points:
-        return []
-    alt = f"Frontier of {len(points)} arms: success@1 of text to image across, of image to text up."
-    caption = (
-        "Up and to the right is better. Filled: native, with bars of one standard deviation over seeds, of one seed half "
-        f"of the interval over queries; half filled: corrected. Dashed: {KEPT:.0%} of sym/cosine. Arms that another "
-        "one exceeds in both directions are grey."
-    )
-    return [write_picture(frontier_figure(points, KEPT), folder, "frontier", alt, caption)]
+            points.append(Point(*about, at, error, other, native["arm"] in baselines))
+    if points:
+        alt = f"Frontier of {len(points)} arms: success@1 of text to image across, of image to text up."
+        caption = (
+            "Up and to the right is better. Filled: native, with bars of one standard deviation over seeds, of one seed "
+            f"half of the interval over queries; half filled: corrected. Dashed: {KEPT:.0%} of sym/cosine. Arms that "
+            "another one exceeds in both directions are grey."
+        )
+        yield figures.frontier_figure(points, KEPT), "frontier", alt, caption
 
 
-def _heat_maps(rows: Sequence[Json], folder: Path) -> list[Picture]:
+def _heat_maps(rows: Sequence[Json]) -> Drawn:
     mine = {d: [[r[f"{s}_mean"] for s in SCORINGS] for r in rows if r["direction"] == d] for d in DIRECTIONS}
     values = {d: np.array(found, dtype=float) for d, found in mine.items()}  # None becomes nan
     if not rows or not all(np.isfinite(v).any() for v in values.values()):
-        return []
+        return
     top = max(float(np.nanmax(v)) for v in values.values()) or 1.0
-    names, pictures = list(dict.fromkeys(r["arm"] for r in rows)), []
+    names = list(dict.fromkeys(r["arm"] for r in rows))
     for d in DIRECTIONS:
         alt = f"Heat map of success@1, {LONG[d]}: arms down, scorings across."
         caption = f"{LONG[d]}: trained with, down; scored with, across. Both pictures have one scale, 0 to {top:.2f}."
-        figure = heat_figure(names, SCORINGS, values[d], top)
-        pictures.append(write_picture(figure, folder, f"matrix-{d}", alt, caption))
-    return pictures
+        yield figures.heat_figure(names, SCORINGS, values[d], top), f"matrix-{d}", alt, caption
 
 
-def _gammas(rows: Sequence[Json], folder: Path) -> list[Picture]:
+def _gammas(rows: Sequence[Json]) -> Drawn:
     """Means over seeds at the steps that all of an arm's seeds logged."""
     series = []
     for number, name in enumerate(dict.fromkeys(r["arm"] for r in rows)):
         mine = [r for r in rows if r["arm"] == name]
-        n = len({r["seed"] for r in mine})
+        n, steps = len({r["seed"] for r in mine}), [r["step"] for r in mine]
+        whole = [step for step in sorted(set(steps)) if steps.count(step) == n]
         for key in ("gamma_q", "gamma_d"):
-            at: dict[int, list[float]] = {}
-            for r in mine:
-                at.setdefault(r["step"], []).append(r[key])
-            means = {step: float(np.mean(at[step])) for step in sorted(at) if len(at[step]) == n}
-            label = name if key == "gamma_q" else ""
-            series.append(Series(label, number, key == "gamma_d", list(means), list(means.values())))
-    if not any(one.steps for one in series):
-        return []
-    caption = "γq; dashed: γd. Means over seeds."
-    return [write_picture(curves_figure(series, "γ"), folder, "gamma", "γ over steps.", caption)]
+            means = [float(np.mean([r[key] for r in mine if r["step"] == step])) for step in whole]
+            series.append(Series(name if key == "gamma_q" else "", number, key == "gamma_d", whole, means))
+    if any(one.steps for one in series):
+        yield figures.curves_figure(series, "γ"), "gamma", "γ over steps.", "γq; dashed: γd. Means over seeds."
 
 
-def _fractions(rows: Sequence[Json], folder: Path) -> list[Picture]:
+def _fractions(rows: Sequence[Json]) -> Drawn:
     """Native, and corrected where the direction was not trained."""
-    pictures = []
     for d in DIRECTIONS:
         known = [r for r in rows if r["direction"] == d and r["success@1_mean"] is not None]
         trained = {r["arm"] for r in known if (r["i2t_weight"] if d == "i2t" else 1 - r["i2t_weight"]) > 0}
         shown = [r for r in known if r["scoring"] == NATIVE or (r["scoring"] == CORRECTED and r["arm"] not in trained)]
         if shown:
             alt = f"success@1, {LONG[d]}, over the share of the training data."
-            caption = f"{LONG[d]}; bars: one sd over seeds."
-            pictures.append(write_picture(fractions_figure(shown), folder, f"fractions-{d}", alt, caption))
-    return pictures
+            yield figures.fractions_figure(shown), f"fractions-{d}", alt, f"{LONG[d]}; bars: one sd over seeds."
 
 
-def _differences(study: Study, rows: Sequence[Json], folder: Path) -> list[Picture]:
+def _differences(study: Study, rows: Sequence[Json]) -> Drawn:
     """nDCG@10 less cosine's, a picture a data set, in the same scale."""
     shown = [r for r in rows if r["scoring"] == NATIVE and is_number(r["ndcg@10_lo"])]
     ends = [0.0, *(r[f"ndcg@10_{end}"] for r in shown for end in ("lo", "hi"))]
-    limits, pictures = (min(ends) - 0.005, max(ends) + 0.005), []
+    limits = (min(ends) - 0.005, max(ends) + 0.005)
     for i, data in enumerate(study.data):
-        mine = [r for r in shown if r["data"] == data]
-        if mine:
-            values, bands = [r["ndcg@10"] for r in mine], [r["ndcg@10_smallest"] for r in mine]
+        if mine := [r for r in shown if r["data"] == data]:
+            arms, values, bands = ([r[name] for r in mine] for name in ("arm", "ndcg@10", "ndcg@10_smallest"))
             cis = [[r["ndcg@10_lo"], r["ndcg@10_hi"]] for r in mine]
-            figure = intervals_figure([r["arm"] for r in mine], values, cis, bands, "nDCG@10 less cosine's", limits)
+            figure = figures.intervals_figure(arms, values, cis, bands, "nDCG@10 less cosine's", limits)
             where = f"{data}, {'out of' if i else 'in'} domain"
             alt = f"nDCG@10 of {len(mine)} norms less cosine's on {where}, with intervals."
             caption = f"{where}: native nDCG@10 less cosine's; grey: differences too small to be detected."
-            pictures.append(write_picture(figure, folder, f"differences-{data}", alt, caption))
-    return pictures
+            yield figure, f"differences-{data}", alt, caption

@@ -220,7 +220,7 @@ def table6(study: Study) -> Iterator[Record]:
         setting = (LOSS_WEIGHTS[paper["loss"]], paper["norm"])
         mine = [a for a in rest if study.is_plain(a) and (a.i2t_weight, a.settings["norm"]) == setting]
         rest = [arm for arm in rest if arm not in mine]
-        yield from (row(arm, paper) for arm in mine or [None])
+        yield from (row(arm, paper) for arm in (*mine, *[None] * (not mine)))
     yield from (row(arm, {}) for arm in rest)
 
 
@@ -234,7 +234,16 @@ def keeps_both(study: Study) -> Iterator[Record]:
     """
     for arm in study.arms:
         baseline = study.baseline(arm)
-        for served, by_rule, scorings in _ways(arm):
+        ways = [(NATIVE, len(arm.trained) == 2, (NATIVE, NATIVE))]
+        if len(arm.trained) == 1:
+            ways += [("native where trained, else corrected", True, (arm.served("i2t"), arm.served("t2i")))]
+        else:
+            ways += [
+                (CORRECTED, True, (CORRECTED, CORRECTED)),
+                ("i2t corrected, t2i native", True, (CORRECTED, NATIVE)),
+            ]
+            ways += [("t2i corrected, i2t native", True, (NATIVE, CORRECTED))]
+        for served, by_rule, scorings in ways:
             row: Json = {"arm": arm.name, "served": served, "by_rule": by_rule, "null": arm.permuted}
             row |= {"baseline": baseline and baseline.name}
             for d, s in zip(DIRECTIONS, scorings, strict=True):
@@ -247,17 +256,6 @@ def keeps_both(study: Study) -> Iterator[Record]:
             lowest = min(ends) if len(ends) == len(found) else None
             row |= {"n_seeds": found["t2i"].n_seeds, "lowest_end": lowest}
             yield row | {"keeps_both": None if lowest is None else lowest >= KEPT, "reason": reasons(found)}
-
-
-def _ways(arm: Arm) -> Iterator[tuple[str, bool, tuple[str, str]]]:
-    """(how an arm is served, whether that is by rule, the scorings of i2t and t2i)."""
-    yield NATIVE, len(arm.trained) == 2, (NATIVE, NATIVE)
-    if len(arm.trained) == 1:
-        yield "native where trained, else corrected", True, (arm.served("i2t"), arm.served("t2i"))
-        return
-    yield CORRECTED, True, (CORRECTED, CORRECTED)
-    yield "i2t corrected, t2i native", True, (CORRECTED, NATIVE)
-    yield "t2i corrected, i2t native", True, (NATIVE, CORRECTED)
 
 
 @table(CLIP)
@@ -488,7 +486,7 @@ def _untrained(study: Study, data: str, scoring: str) -> Record:
         section = start if data == study.data[0] else (start.get(EVALUATIONS) or {}).get(data) or {}
         if found := value_at(section, ["retrieval", "q2d", scoring])[0]:
             cis = {m: (found.get("ci") or {}).get(m) or (None, None) for m in TEXT.metrics}
-            return row | {m: Estimate(found.get(m), *ci, 1) for m, ci in cis.items()}
+            return row | {m: Estimate(found.get(m), lo, hi, 1) for m, (lo, hi) in cis.items()}
     return row | {"reason": "no run measured this data set before training"}
 
 
@@ -530,7 +528,8 @@ def text_fisher(study: Study) -> Iterator[Record]:
         row |= {k: section.get(k) for k in ("status", "n_available", "n_needed", "n", "dim", "effective_scale")}
         for name in MATRICES:
             kappa = (section.get(name) or {}).get("log10_kappa") or {}
-            row[f"log10_kappa_{name}"] = Estimate(kappa.get("value"), *(kappa.get("ci") or (None, None)), 1)
+            lo, hi = kappa.get("ci") or (None, None)
+            row[f"log10_kappa_{name}"] = Estimate(kappa.get("value"), lo, hi, 1)
         yield row | {"reason": section.get("reason") or ""}
 
 

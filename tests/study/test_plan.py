@@ -141,7 +141,7 @@ def test_the_untrained_text_model_is_measured_with_an_arms_first_seed(beir: Path
     found = text_plan(beir, text)
     runs = [(c.arm, c.seed, c.config.measure_start) for c in found.runs]
     assert runs == [(f"q2d {n}", s, (n, s) == ("cosine", 3)) for s in (3, 4) for n in ("cosine", "dot")]
-    assert found.kind.script == "train_text" and len({c.folder for c in found.runs}) == 4
+    assert found.kind.name == "text" and len({c.folder for c in found.runs}) == 4
     again = text_plan(beir, text, set=["random_init=true"]).runs  # every seed has weights of its own
     assert [c.config.measure_start for c in again if c.arm == "q2d cosine"] == [True, True]
 
