@@ -9,6 +9,7 @@ from typing import Annotated
 from mmclip.config.parser import Check, Config, Count, FolderName, NotNegative, Whole, one_of
 from mmclip.config.sections import ImageFilesConfig, TextModelConfig
 from mmclip.errors import UserError
+from mmclip.roles import CLIP_DIRECTIONS, Direction
 
 DIRECTIONS = {"text": ("q2d",), "clip": ("both", "i2t", "t2i")}  # the first is the default
 MAX_ITEMS = {"text": 6000, "clip": 2500}  # documents; images
@@ -123,8 +124,14 @@ class AdviseConfig(ImageFilesConfig, TextModelConfig):
             return "clip"
 
     @property
-    def asked(self) -> str:
+    def target(self) -> str:
+        """What is judged: a direction, or "both"."""
         return self.direction or DIRECTIONS[self.kind][0]
+
+    @property
+    def weights(self) -> dict[Direction, float]:
+        """Trained directions with their weights in the loss."""
+        return dict.fromkeys(CLIP_DIRECTIONS, 0.5) if self.target == "both" else {Direction(self.target): 1.0}
 
     @property
     def limit(self) -> int:

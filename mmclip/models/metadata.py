@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch import nn
 
 from mmclip import __version__
 from mmclip.config import LossConfig, TextTrainConfig
@@ -145,3 +146,12 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             releases[package] = version(package)
     return releases
+
+
+def weights_key(module: nn.Module) -> str:
+    """64 hex digits of every weight and buffer, by name."""
+    digest = hashlib.sha256()
+    for name, value in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

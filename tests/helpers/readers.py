@@ -74,7 +74,7 @@ class Repeats:
 
     def __init__(self, batch_size: int = 3) -> None:
         self.batch_size = batch_size
-        self.facts = {"name": "repeats"}
+        self.metadata = {"name": "repeats"}
         self.asked: list[str] = []
 
     def prompt(self, question: str, documents: Sequence[str] | None) -> Prompt:
