@@ -21,10 +21,10 @@ from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.io import flat, json_text, lock_folder, output_folder, write_text_atomically
 from mmclip.models.metadata import versions
-from mmclip.models.text_encoder import native_scoring, open_text_model, text_precision
+from mmclip.models.text_encoder import load_text_model, native_scoring, text_precision
 from mmclip.reporting.table import Cell, Table, change_cell, rate_cell, show
 from mmclip.retrieval import Qrels, rank
-from mmclip.similarity import Exponents, Normalization
+from mmclip.roles import Exponents, Normalization
 from mmclip.tasks.rag import CLOSED, COSINE, EM, F1, Q2D, RECALL, Lists, Predictions, Reader, check
 
 RAG_FILE, PREDICTIONS_FILE = "rag.json", "predictions.jsonl"
@@ -75,8 +75,7 @@ def run(settings: RagConfig) -> Json:
     write_text_atomically(folder / RAG_FILE, json_text(results, indent=1))
     show([rag_table(results)])
     print(f"results: {printable(folder / RAG_FILE)}")
-    if lock is not None:
-        lock.close()
+    lock.close()
     return results
 
 
@@ -111,7 +110,7 @@ def _retrieve(
     settings: RagConfig, collection: BeirCollection, device: torch.device
 ) -> tuple[dict[str, Lists], Exponents]:
     """(each scoring's lists, native's exponents); the encoder is freed before the reader's weights come."""
-    model = open_text_model(settings, device)
+    model = load_text_model(settings, device)
     native, _ = native_scoring(model)
     if model.removed:
         print(f"note: {', '.join(model.removed)} taken off the end of {printable(settings.model)}", file=sys.stderr)

@@ -23,7 +23,7 @@ from mmclip.evaluation.results import NATIVE
 from mmclip.io import flat, json_text, output_folder, write_text_atomically
 from mmclip.metrics import over_seeds
 from mmclip.models.metadata import versions, weights_key
-from mmclip.models.text_encoder import TextEncoder, native_scoring, open_text_model
+from mmclip.models.text_encoder import TextEncoder, load_text_model, native_scoring
 from mmclip.retrieval import as_floats
 from mmclip.similarity import mean_norm_factor
 from mmclip.tasks import sts as task

@@ -46,12 +46,12 @@ from mmclip.losses import ContrastiveLoss, PositiveMask, mask_from_matrix
 from mmclip.metrics.fisher import PER_DIMENSION
 from mmclip.models.factory import load_clip
 from mmclip.models.metadata import weights_key
-from mmclip.models.text_encoder import encoding, open_text_model
+from mmclip.models.text_encoder import encoding, load_text_model
 from mmclip.reporting.figures import intervals_figure, write_png
 from mmclip.reporting.table import NO, Cell, Table, make_console
 from mmclip.retrieval import Qrels, as_floats, rank
-from mmclip.roles import NORMS, Normalization
-from mmclip.similarity import FIXED_NORMALIZATIONS, SCALE_INIT, SCALE_MAX, Exponents, Similarity
+from mmclip.roles import FIXED_NORMALIZATIONS, NORMS, SCALE_INIT, SCALE_MAX, Exponents, Normalization
+from mmclip.similarity import Similarity
 
 MIN_QUERIES = 30
 CANNOT_TELL = "can't tell"
@@ -354,7 +354,7 @@ def _encode_text(settings: AdviseConfig, folder: Path) -> tuple[Matched, Matched
     if data.excluded:
         notes.append(f"excluded_ids of {len(data.excluded)} queries are not heeded here")
     queries, documents = drawn(data, settings.limit, settings.seed)
-    model = open_text_model(settings, distributed.start(settings.device))
+    model = load_text_model(settings, distributed.start(settings.device))
     titled = _titled_rows(data, queries, model.dim, settings)
     rows = hashlib.sha256(b"|".join(r.astype("<i8").tobytes() for r in (queries, documents, titled))).hexdigest()
     key = {"model": weights_key(model.encoder)[:16], "data": data.fingerprint(), "rows": rows}

@@ -38,7 +38,7 @@ from mmclip.data.beir import BeirCollection
 from mmclip.errors import UserError, printable
 from mmclip.io import write_text_atomically
 from mmclip.models.text_encoder import NO_LIMIT, quiet
-from mmclip.similarity import Direction
+from mmclip.roles import Direction
 from mmclip.training.log import LINE_SECONDS
 
 PROMPT = """Answer the question in a few words, with the help of the documents.

@@ -171,7 +171,7 @@ def test_faults_show_before_a_model_loads(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("mmclip.commands.rag.open_text_model", load)
+    monkeypatch.setattr("mmclip.commands.rag.load_text_model", load)
     monkeypatch.setattr("mmclip.tasks.rag.Reader._model", property(load))
     with pytest.raises(UserError, match=message) as error:
         run_rag(parse(RagConfig, [*usual(root), "--output", str(tmp_path / "out"), *flags]))

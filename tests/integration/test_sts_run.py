@@ -15,7 +15,7 @@ from mmclip.config import StsConfig, parse
 from mmclip.config.text import PAPER_SCALE
 from mmclip.errors import UserError
 from mmclip.models.text_encoder import TextEncoder, load_text_model
-from mmclip.similarity import Direction, Normalization
+from mmclip.roles import Direction, Normalization
 from mmclip.tasks import sts as task
 from mmclip.tasks.sts import ResidualHead, RoleMSELoss, open_sts, split_pairs, train_pairs
 from tests.helpers.texts import WORDS, make_bert
