@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mmclip.errors import UserError
-from mmclip.similarity import FIXED_NORMALIZATIONS, Exponents, Normalization
+from mmclip.roles import FIXED_NORMALIZATIONS, Exponents, Normalization
 from mmclip.tasks.sts import BLOCK, PairBootstrap, evaluate_sts, open_sts, pair_scores, sentence_groups, spearman
 
 TSV = 'sentence2\tscore\tsentence1\nB one.\t1.5\t"A" one.\nB two.\t4\t"A two.\nB three.\t0\tA three.\n'
