@@ -4,9 +4,10 @@
     python benchmarks/loss.py --quick                      B = 1,024, one round
     python benchmarks/loss.py --device cuda                B = 32,768 and 65,536 at D = 768 in bfloat16
     python benchmarks/loss.py --ranks 2 4                  bytes that a process sends in a step
+    python benchmarks/loss.py --losses sym --norms cosine --batch-sizes 512 1024 2048 4096 8192 --plot FILE
 
-A step is forward and backward from raw features [B, D] to the gradients of both sides, alpha and gamma, that of training
-between two logged steps; ClipLoss's begins with normalizing. "ids" masks known positives by image and caption numbers;
+A step is forward and backward from raw features [B, D] to the gradients of both sides, alpha and gamma, as between two
+logged steps; ClipLoss's begins with normalizing. "ids" masks known positives by image and caption numbers;
 "again" keeps no products and makes them again: 8 B^2 D operations instead of 6, in the memory of one direction.
 
 Each measurement is a process of its own, and the contestants take turns, so that a busy machine slows all. Seconds are
@@ -26,9 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +38,7 @@ from statistics import median
 from typing import Any
 
 import harness
-from harness import MIB, Json, share, spent
+from harness import MIB, Json, count, share
 
 from mmclip.roles import LOSS_WEIGHTS, NORMS, Positives
 
@@ -50,20 +51,17 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}  # of a value and of the norm of 
 STEPS, SECOND = 20, 1.0  # steps of a measurement: as many as fit, at least one
 
 
-def parser() -> argparse.ArgumentParser:
-    p, many = harness.Parser(__doc__), partial(harness.count, least=2)
+def parser() -> harness.Parser:
+    p, many = harness.Parser(__doc__), partial(count, least=2)
     p.add_argument("--batch-sizes", type=many, nargs="+", metavar="B", help="[4096 16384; on CUDA 32768 65536]")
-    p.add_argument("--dim", type=harness.count, metavar="D", help="[512; on CUDA 768]")
+    p.add_argument("--dim", type=count, metavar="D", help="[512; on CUDA 768]")
     p.add_argument("--dtype", choices=list(ROUNDING), help="of the features [float32; on CUDA bfloat16]")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="[cpu]")
-    p.add_argument("--rounds", type=harness.count, default=3, help="measurements of each contestant [3]")
-    p.add_argument("--threads", type=harness.count, default=1, help="of each contestant [1]")
     p.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), help="[all]")
     p.add_argument("--norms", nargs="+", choices=NORMS, default=list(NORMS), help="of sym [all]")
     p.add_argument("--quick", action="store_true", help="B = 1,024 and one round")
     p.add_argument("--ranks", type=many, nargs="+", metavar="N", help="count bytes between N gloo processes instead")
-    p.add_argument("--csv", type=Path, metavar="FILE", help="write the medians here, too")
-    p.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)  # the task of a process of its own
+    p.add_argument("--plot", type=Path, metavar="FILE", help="picture time and memory of sym cosine against B")
     return p
 
 
@@ -71,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def features(batch: int, dim: int, dtype: Any, device: str) -> tuple[Any, Any]:
-    """Raw (image, text), each [B, D], of many norms; a text is its image and noise. Made in place: no peak."""
+    """Raw (image, text), each [B, D], of varying norms; a text is its image plus noise. Made in place: no peak."""
     import torch
 
     gen = torch.Generator(device).manual_seed(0)
@@ -113,7 +111,6 @@ def step(spec: Json) -> Json | None:
     """Median seconds and CPU seconds of a step, peak memory above the inputs, the loss and its gradients' norms."""
     import torch
 
-    torch.set_num_threads(spec["threads"])
     on_cuda, dtype = spec["device"] == "cuda", getattr(torch, spec["dtype"])
     loss, parameters = loss_function(spec)
 
@@ -134,11 +131,10 @@ def step(spec: Json) -> Json | None:
         before = torch.cuda.memory_allocated() / MIB if on_cuda else harness.settled_mib()
         times: list[Json] = []
         while not times or (len(times) < STEPS and sum(t["seconds"] for t in times) < SECOND):
-            start = time.perf_counter(), time.process_time()
+            start = harness.clocks()
             value = take(x, y)
-            if on_cuda:
-                torch.cuda.synchronize()
-            times.append(spent(*start))
+            harness.synchronize(spec["device"])
+            times.append(harness.spent(start))
         peak = torch.cuda.max_memory_allocated() / MIB if on_cuda else harness.peak_mib()
     except torch.OutOfMemoryError:
         return None
@@ -188,10 +184,10 @@ def agreement(spec: Json) -> Json:
 
 def sent(spec: Json) -> Json:
     """{contestant: {collective: bytes}} of the process that sends most."""
-    import torch.multiprocessing as mp
+    from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory(prefix="mmclip-ranks-") as folder:
-        mp.spawn(_sent_by, (spec, folder), spec["ranks"])
+        start_processes(_sent_by, (spec, folder), spec["ranks"], start_method="forkserver")
         found = [json.loads(Path(folder, str(r)).read_text(encoding="utf-8")) for r in range(spec["ranks"])]
     return {name: max((f[name] for f in found), key=lambda by: sum(by.values())) for name in found[0]}
 
@@ -210,7 +206,6 @@ def _sent_by(rank: int, spec: Json, folder: str) -> None:
     # open_clip calls what torch would rename
     warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated", FutureWarning)
     ranks, by = spec["ranks"], Counter[str]()
-    torch.set_num_threads(spec["threads"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     ring = (ranks - 1) / ranks
     whole = {"all_gather": "tensor_list", "all_gather_into_tensor": "output_tensor", "reduce_scatter": "input_list",
@@ -275,11 +270,11 @@ def ratios(batch: int, of: dict[str, Json]) -> list[str]:
     def times(name: str, base: str) -> str:
         return f"{of[name]['seconds'] / of[base]['seconds']:.2f} ({of[name]['cpu'] / of[base]['cpu']:.2f})"
 
-    compared = [(OURS, [f"sym {norm}" for norm in NORMS[1:]], "other norms to cosine"),
-                (OURS, [IDS], "known positives masked to none known"), (OURS, ONE_WAY, "one direction to sym"),
-                (AGAIN, ONE_WAY, "one direction to sym that keeps nothing either")]  # fmt: skip
+    compared = {"other norms to cosine": (OURS, [f"sym {norm}" for norm in NORMS[1:]]),
+                "known positives masked to none known": (OURS, [IDS]), "one direction to sym": (OURS, ONE_WAY),
+                "one direction to sym that keeps nothing either": (AGAIN, ONE_WAY)}  # fmt: skip
     lines = []
-    for base, names, label in compared:
+    for label, (base, names) in compared.items():
         if found := [f"{n.removeprefix('sym ')} {times(n, base)}" for n in names if n in of and base in of]:
             lines.append(f"B = {batch:,}, {label}: {', '.join(found)}")
     if OURS in of and THEIRS in of:
@@ -288,35 +283,35 @@ def ratios(batch: int, of: dict[str, Json]) -> list[str]:
     return lines
 
 
-def step_of(spec: Json, name: str) -> Json | None:
-    return harness.measured(__file__, {**spec, "kind": "step", "name": name}, name)
-
-
-def compete(args: argparse.Namespace, device: str) -> int:
-    """Measure all contestants at each batch size. The exit code."""
+def compare(args: argparse.Namespace, device: str) -> int:
+    """Measure all contestants at each batch size; the exit code."""
     base = {"dim": args.dim, "threads": args.threads, "dtype": args.dtype, "device": args.device}
     about = f"{harness.machine(args.threads, device)}, {args.dtype}, D = {args.dim}, median of {args.rounds}"
     print(f"{about}\nforward and backward; ClipLoss and mmclip's losses by name", flush=True)
     names = [THEIRS] + [f"sym {norm}" for norm in args.norms if "sym" in args.losses]
     names += [IDS, AGAIN] * (OURS in names) + [f"{loss} cosine" for loss in args.losses if loss != "sym"]
-    good, last, table = agree(base, args.losses, args.norms), list[str](), list[Json]()
+    good, last, table, points = agree(base, args.losses, args.norms), list[str](), list[Json](), list[Json]()
     for batch in args.batch_sizes:
         print(f"\nB = {batch:,}", flush=True)
-        found = harness.take_turns(names, args.rounds, partial(step_of, {**base, "batch": batch}))
+        spec = {**base, "kind": "step", "batch": batch}
+        found = harness.take_turns(names, args.rounds, harness.by_name(__file__, spec))
         of = {name: harness.medians(rounds) for name, rounds in found.items()}
         print(f"medians of {args.rounds}:")
         for name, now in of.items():
             print(harness.row(name, now))
             shares = {f"{w} of ClipLoss's": share(now[w], of[THEIRS][w]) for w in harness.MEASURED if THEIRS in of}
             table.append({"B": batch, "loss": name, **now, **shares})
+            points.append({"B": batch, "contestant": name, **now})
         if THEIRS in found and OURS in found:
             good &= same(found[OURS], found[THEIRS], args.dtype)
         last += ratios(batch, of)
-    return finish(args, about, table, last, good)
+    if args.plot and not harness.FAILED:
+        harness.draw(args.plot, about, points, ("B", "pairs in a batch, B"), [OURS, THEIRS])
+    return harness.finish(args, about, table, last, good)
 
 
 def count_bytes(args: argparse.Namespace) -> int:
-    """Count bytes for every number of processes and batch size; the ratios last. The exit code."""
+    """Count bytes for every number of processes and batch size, the ratios last; the exit code."""
     about = f"{harness.machine(args.threads)}, gloo, float32, D = {args.dim}"
     print(about, flush=True)
     last, table = list[str](), list[Json]()
@@ -334,32 +329,22 @@ def count_bytes(args: argparse.Namespace) -> int:
             table.append({"processes": ranks, "B": batch, "loss": name, "bytes": total, "of ClipLoss's": part})
             if name != THEIRS:
                 last.append(f"{ranks} processes, B = {batch:,}, {name}: {part:.3f} of the bytes of ClipLoss")
-    return finish(args, about, table, last, True)
+    return harness.finish(args, about, table, last, True)
 
 
-def finish(args: argparse.Namespace, about: str, table: list[Json], last: list[str], good: bool) -> int:
-    if args.csv and table:
-        harness.write_csv(args.csv, about, table)
-    print("\n" + "\n".join(last))
-    return harness.exit_code(good)
-
-
-def main() -> int:
-    args = parser().parse_args()
-    if args.measure:
-        print(json.dumps({"step": step, "agreement": agreement, "bytes": sent}[args.measure["kind"]](args.measure)))
-        return 0
-    name = harness.cuda_name() if args.device == "cuda" else "cpu"
-    if name is None:
-        harness.refuse("--device cuda: this machine has no usable CUDA device; valid here: cpu")
-    on_cuda = args.device == "cuda"
+def compete(args: argparse.Namespace, _: Path) -> int:
+    device, on_cuda = "cpu", args.device == "cuda"
+    if on_cuda:  # its name, by a process of its own
+        code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+        device = done.stdout.strip() or harness.refuse("--device cuda: this machine has no usable CUDA device")
     args.batch_sizes = args.batch_sizes or ([32_768, 65_536] if on_cuda else [4_096, 16_384])
     args.dim = args.dim or (768 if on_cuda else 512)
     args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
     if args.quick:
         args.batch_sizes, args.rounds = [1_024], 1
-    return count_bytes(args) if args.ranks else compete(args, name)
+    return count_bytes(args) if args.ranks else compare(args, device)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser().run(lambda spec: {"step": step, "agreement": agreement, "bytes": sent}[spec["kind"]](spec), compete)

@@ -1,15 +1,14 @@
-#!/usr/bin/env python3
-"""What an index makes of embeddings whose length counts: FAISS flat, HNSW and int8 against mmclip's exact ranking.
+"""FAISS flat, HNSW and int8 against mmclip's exact ranking, of embeddings whose norms count.
 
-    python scripts/embed.py --model logs/my-run --data DIR --bank DIR --output x.safetensors
+    mmclip embed --model logs/my-run --data DIR --bank DIR --output x.safetensors
     python benchmarks/serving.py --embeddings x.safetensors
     python benchmarks/serving.py                                 planted data, seconds
 
 For each direction and each scoring that the file allows (native; corrected where there is evidence) the first row says
-whether FAISS's flat inner product returns mmclip.retrieval.ranking.rank's ids: "apart" counts queries whose ids differ, "beyond
-rounding" those of them whose scores differ by more than 1e-6 |q||d| as well. Every other row has recall@K of the exact
-list, and success@1. "normalized" is what an engine with a cosine metric answers. Needs pip install -e '.[serving]'.
-The exit code is 1 where flat, or the augmentation in a normalizing index, is apart beyond rounding.
+whether FAISS's flat inner product returns the ids of mmclip's exact ranking: "apart" counts queries whose ids differ,
+"beyond rounding" those of them whose scores differ by more than 1e-6 |q||d| as well. Every other row has recall@K of
+the exact list, and success@1. "normalized" is what an engine with a cosine metric returns. The exit code is 1 where
+flat, or the augmentation in a normalizing index, is apart beyond rounding. Needs pip install -e '.[serving]'.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import refuse
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,11 +31,13 @@ from mmclip.errors import UserError
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.hubness import document_offsets
 from mmclip.retrieval.ranking import Ranking, rank
-from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization, magnitude, normalize
+from mmclip.roles import CLIP_DIRECTIONS, Direction, Normalization
+from mmclip.similarity import magnitude, normalize
 
 Array = NDArray[Any]
 Search = Callable[[Array, int], Array]
 CAPTIONS = 5
+LINKS, EF_CONSTRUCTION = 32, 200  # of HNSW
 
 
 def main() -> int:
@@ -44,20 +46,16 @@ def main() -> int:
     parser.add_argument("--k", type=int, default=10, help="length of the lists [10]")
     parser.add_argument("--images", type=int, default=2000, metavar="N", help="planted, with 5 captions each [2000]")
     parser.add_argument("--dim", type=int, default=64, metavar="D", help="of the planted [64]")
-    parser.add_argument("--links", type=int, default=32, metavar="M", help="HNSW's M [32]")
-    parser.add_argument("--ef-construction", type=int, default=200, metavar="EF", help="HNSW's, when it is built [200]")
-    parser.add_argument("--ef-search", type=int, default=64, metavar="EF", help="HNSW's, when it is asked [64]")
+    parser.add_argument("--ef-search", type=int, default=64, metavar="EF", help="HNSW's, when it searches [64]")
     args = parser.parse_args()
     try:
         import faiss
     except ImportError:
-        print("error: faiss is not installed: pip install -e '.[serving]'", file=sys.stderr)
-        return 2
+        refuse("faiss is not installed: pip install -e '.[serving]'")
     try:
         saved = load_embeddings(args.embeddings) if args.embeddings else planted(args.images, args.dim)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        refuse(error)
     apart = 0
     for direction in CLIP_DIRECTIONS:
         for scoring in ("native", *["corrected"] * (direction.value in saved.evidence)):
@@ -107,33 +105,33 @@ def contestants(
         return index
 
     def hnsw(rows: Tensor) -> Any:
-        index = faiss.IndexHNSWFlat(rows.shape[1], args.links, inner)
-        index.hnsw.efConstruction, index.hnsw.efSearch = args.ef_construction, args.ef_search
+        index = faiss.IndexHNSWFlat(rows.shape[1], LINKS, inner)
+        index.hnsw.efConstruction, index.hnsw.efSearch = EF_CONSTRUCTION, args.ef_search
         return filled(index, rows)
 
-    def asks(index: Any, queries: Tensor | None = None) -> Search:
+    def search(index: Any, queries: Tensor | None = None) -> Search:
         return lambda q, k: index.search(q if queries is None else queries.numpy(), k)[1]
 
-    yield "flat, inner product", True, asks(filled(faiss.IndexFlatIP(dim), documents))
+    yield "flat, inner product", True, search(filled(faiss.IndexFlatIP(dim), documents))
     unit = filled(faiss.IndexFlatIP(dim), normalize(documents, 1.0))
-    yield "flat, normalized (a cosine metric)", False, asks(unit)
+    yield "flat, normalized (a cosine metric)", False, search(unit)
 
     augmented, augment = norm_augmentation(documents)
-    asked = normalize(augment(queries), 1.0)  # as an engine that normalizes both would
+    unit_queries = normalize(augment(queries), 1.0)  # as an engine that normalizes both would
     cosine = filled(faiss.IndexFlatIP(dim + 1), normalize(augmented, 1.0))
-    yield "flat, normalized, norm augmentation", True, asks(cosine, asked)
+    yield "flat, normalized, norm augmentation", True, search(cosine, unit_queries)
 
-    setting = f"HNSW M {args.links}, ef {args.ef_construction}/{args.ef_search}"
-    yield f"{setting}, inner product", False, asks(hnsw(documents))
-    yield f"{setting}, augmentation", False, asks(hnsw(augmented), asked)
+    setting = f"HNSW M {LINKS}, ef {EF_CONSTRUCTION}/{args.ef_search}"
+    yield f"{setting}, inner product", False, search(hnsw(documents))
+    yield f"{setting}, augmentation", False, search(hnsw(augmented), unit_queries)
     if scoring == "corrected":
         raw, _ = index_vectors(saved, direction, scoring, zero_point=0.0)
-        yield f"{setting}, not centred", False, asks(hnsw(raw))
+        yield f"{setting}, not centred", False, search(hnsw(raw))
 
     kinds = faiss.ScalarQuantizer
     for name, kind in (("a range for each dimension", kinds.QT_8bit), ("one range for all", kinds.QT_8bit_uniform)):
         index = filled(faiss.IndexScalarQuantizer(dim, kind, inner), documents)
-        yield f"int8, {name}", False, asks(index)
+        yield f"int8, {name}", False, search(index)
 
 
 def apart(documents: Tensor, queries: Tensor, ids: Array, exact: Ranking) -> tuple[int, int]:
@@ -148,8 +146,8 @@ def apart(documents: Tensor, queries: Tensor, ids: Array, exact: Ranking) -> tup
 
 
 def planted(images: int, dim: int) -> Embeddings:
-    """A model of asym-i2t/qnorm as the correction is meant for: captions are their image with noise, clearer ones are
-    longer, and each image adds an offset of its own to all of its scores, which no loss of i2t can see."""
+    """Embeddings of an asym-i2t/qnorm model: clear captions have larger norms, and each image adds an offset of its own
+    to all of its scores, which no i2t loss constrains."""
     generator = torch.Generator().manual_seed(0)
     image = torch.nn.functional.normalize(torch.randn(images, dim - 1, generator=generator), dim=1)
     clear = torch.rand(images, CAPTIONS, 1, generator=generator)

@@ -1,4 +1,4 @@
-"""FSDP2 against DDP on two gloo ranks, by whole tensors (tests/comparing.py: ``worst``)."""
+"""FSDP2 against DDP on two gloo ranks, by whole tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmclip.distributed import fsdp as sharding
 from mmclip.errors import UserError
 from tests.helpers.ranks import Found, off, run_ranks, worst
 from tests.helpers.sharded import CASES, EXACT, FLOOR, SPLIT, built, config, continued, on_rank
-from tests.integration.test_run_distributed import torchrun
+from tests.helpers.tiny import run_script
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_ranks_hold_half_of_parameters_gradients_and_moments(ranks: list[Found])
     for name in CASES:
         for what, (_, total) in ranks[0][name]["fsdp"]["held"].items():
             held = [found[name]["fsdp"]["held"][what][0] for found in ranks]
-            assert total and max(held) <= 0.51 * total, f"{name}: {what}"
+            assert total and max(held) <= 0.52 * total, f"{name}: {what}"
             assert total <= sum(held) <= total + 2 * len(held), f"{name}: {what}: only scalars stay with every rank"
             assert [found[name]["ddp"]["held"][what] for found in ranks] == [(total, total)] * 2
 
@@ -119,7 +119,7 @@ def test_blocks_are_told_from_other_lists(folder: Path) -> None:
     ]
     assert {f"clip.visual.layer{i}.0" for i in range(1, 5)} <= set(names(built(folder / "resnet.json").towers))
     found = names(built(folder / "timm.json").towers)
-    assert {"clip.text.transformer.encoder.layer.1", "clip.visual.trunk.blocks.0"} <= set(found)
+    assert {"clip.text.transformer.encoder.layer.0", "clip.visual.trunk.blocks.0"} <= set(found)
     nested = sharding.blocks(nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1))))
     assert [len(list(b.modules())) for b in nested] == [2, 4], "inner ones first"
 
@@ -138,10 +138,11 @@ def test_the_script_trains_validates_saves_resumes_and_exports(
     common = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--workers", 0, "--lr", "1e-3",
               "--eps", "1e-3", "--warmup", 1, "--keep-last", "--norm", "learned", "--device", "cpu", "--batch-size", 20,
               "--max-steps", 4, "--save-steps", 2, "--val-steps", 3]  # fmt: skip
-    shared = torchrun(*common, "--name", "shared", "--fsdp", "--measure-start")
+    shared = run_script("train_clip.py", *common, "--name", "shared", "--fsdp", "--measure-start", ranks=2)
     assert shared.returncode == 0, shared.stderr[-3000:]
     assert "step 3: validation success@1" in shared.stderr and (tmp_path / "shared" / "start.json").is_file()
-    plain = torchrun(*common, "--name", "plain", "--resume", tmp_path / "shared" / "checkpoints" / "step_00000002.pt")
+    checkpoint = tmp_path / "shared" / "checkpoints" / "step_00000002.pt"
+    plain = run_script("train_clip.py", *common, "--name", "plain", "--resume", checkpoint, ranks=2)
     assert plain.returncode == 0 and "continuing after step 2" in plain.stderr, plain.stderr[-3000:]
     a, b = (load_model(str(tmp_path / name)) for name in ("shared", "plain"))
     for name, value in b.towers.state_dict().items():

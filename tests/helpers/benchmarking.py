@@ -1,4 +1,4 @@
-"""clip-benchmark's command line as it is and as mmclip has it, on small data, and what its numbers are held against."""
+"""clip-benchmark's command line, stock and mmclip's, on small data, and the bounds of its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.ranking import rank
 from mmclip.roles import CLIP_DIRECTIONS, Normalization
 from mmclip.similarity import score
-from tests.helpers.tiny import run_script
+from tests.helpers.tiny import add
 
 KS = (1, 5, 10)
 OURS = ("--model_type", "mmclip")
@@ -31,34 +31,16 @@ STOCK = ("--no_amp", "--task", "zeroshot_retrieval")
 COLOURS = ("red", "lime", "blue", "yellow", "magenta", "cyan")
 
 
-def make_plain(data: Path, root: Path) -> Path:
-    """The scenes without truth.jsonl: clip-benchmark knows of a caption's own image only."""
-    shutil.copytree(data, root, ignore=shutil.ignore_patterns("truth.jsonl", "distractors"))
-    return root
-
-
-def make_run(data: Path, model: Path, logs: Path) -> Path:
-    """A run whose learned exponents are neither 0 nor 1."""
-    done = run_script("train_clip.py", "--train-data", data, "--val-data", "none", "--model", model, "--epochs", 12,
-                      "--batch-size", 32, "--lr", "1e-3", "--gamma-lr", "0.05", "--workers", 0, "--device", "cpu",
-                      "--loss", "asym-i2t", "--norm", "learned", "--logs", logs, "--name", "run")  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return logs / "run"
-
-
 def make_classes(root: Path) -> Path:
     """40 pictures of one colour each in 6 classes, with three templates of different lengths."""
-    folder = root / "test"
-    folder.mkdir(parents=True)
-    (folder / "nshards.txt").write_text("1\n", encoding="utf-8")
-    with tarfile.open(folder / "0.tar", "w") as tar:
+    (root / "test").mkdir(parents=True)
+    (root / "test" / "nshards.txt").write_text("1\n", encoding="utf-8")
+    with tarfile.open(root / "test" / "0.tar", "w") as tar:
         for i in range(40):
             picture = io.BytesIO()
             Image.new("RGB", (32, 32), COLOURS[i % 6]).save(picture, "PNG")
-            for ending, content in (("png", picture.getvalue()), ("cls", str(i % 6).encode())):
-                info = tarfile.TarInfo(f"{i:03d}.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+            add(tar, f"{i:03d}.png", picture.getvalue())
+            add(tar, f"{i:03d}.cls", str(i % 6).encode())
     (root / "classnames.txt").write_text("\n".join(COLOURS) + "\n", encoding="utf-8")
     lines = "{c}\na photo of something {c} in every corner of it\nthe {c} square\n"
     (root / "zeroshot_classification_templates.txt").write_text(lines, encoding="utf-8")
@@ -100,21 +82,22 @@ def ours(data: Path, model: Path, scoring: str, folder: Path, *more: object) -> 
 
 
 def stock(monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
-    """clip-benchmark as it is, in this process."""
+    """Run stock clip-benchmark in this process."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["clip_benchmark", *map(str, argv)])
         importlib.import_module("clip_benchmark.cli").main()
 
 
 def assert_equal_within_ties(found: dict[str, float], run: Path, data: Path, scoring: str) -> dict[str, int]:
-    """clip-benchmark's numbers are mmclip's own where no tie decides a hit, else between the two ways to break it.
+    """Assert that clip-benchmark's numbers are mmclip's own, or between the two ways to break ties.
 
-    Returns how many queries of each direction have a tie: an irrelevant document with exactly a relevant one's score.
-    clip-benchmark multiplies in float32: scores that differ by less than its rounding are taken for ties here.
+    clip-benchmark multiplies in float32: scores that differ by less than its rounding count as ties.
+
+    Returns:
+        How many queries of each direction have an irrelevant document with exactly a relevant one's score.
     """
     model, options = load_model(str(run)), EncodeOptions(torch.device("cpu"), progress=False)
-    opened = open_data(str(data), purpose="eval")
-    rows = EvalSource.open(opened, {}, model, options).embed(model, options)
+    rows = EvalSource.open(open_data(str(data), purpose="eval"), {}, model, options).embed(model, options)
     exponents = native_exponents(model.metadata) if scoring == "native" else Normalization(scoring).exponents
     tied = {}
     for direction in CLIP_DIRECTIONS:
@@ -131,7 +114,6 @@ def assert_equal_within_ties(found: dict[str, float], run: Path, data: Path, sco
         rivals = scores.masked_fill(relevant, -torch.inf)
         for k in KS:
             low, high = (float(((rivals > best + e).sum(1) < k).double().mean()) for e in (-noise, noise))
-            theirs, mine = found[f"{direction.document_side}_retrieval_recall@{k}"], numbers[f"success@{k}"].mean()
-            assert low - 1e-6 <= mine <= high + 1e-6, (direction, k, low, mine, high)
-            assert low - 1e-6 <= theirs <= high + 1e-6, (direction, k, low, theirs, high)
+            for number in (numbers[f"success@{k}"].mean(), found[f"{direction.document_side}_retrieval_recall@{k}"]):
+                assert low - 1e-6 <= number <= high + 1e-6, (direction, k, low, number, high)
     return tied

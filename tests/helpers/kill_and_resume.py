@@ -2,13 +2,12 @@
 
     python tests/helpers/kill_and_resume.py FOLDER KILLS SEED CACHED FLAG...
 
-Everything is imported once; each attempt is a fork, which kills itself from inside at the moment that was drawn. What
-is forked has computed nothing yet, so it is as good as a new process. Prints a JSON line an attempt.
+Each attempt is a fork, which kills itself from inside at the drawn moment. The parent has imported everything and
+computed nothing, so a fork is as good as a new process. Prints a JSON line an attempt.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -40,34 +39,7 @@ def die() -> None:
     time.sleep(60)  # nothing may happen behind it
 
 
-def at_call(owner: Any, name: str, count: int, instead: Callable[..., Any]) -> None:
-    """Have the ``count``-th call of ``owner.name`` do ``instead``, with the real function as its first argument."""
-    real, calls = getattr(owner, name), [0]
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return instead(real, *args, **kwargs) if calls[0] == count else real(*args, **kwargs)
-
-    setattr(owner, name, called)
-
-
-def half_of_a_checkpoint(real: Callable[..., Any], state: Any, file: Any) -> None:
-    whole = io.BytesIO()
-    real(state, whole)
-    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
-    file.flush()
-    die()
-
-
-def half_of_a_file(real: Callable[..., Any], tensors: Any, path: str, **kwargs: Any) -> None:
-    real(tensors, path, **kwargs)
-    os.truncate(path, Path(path).stat().st_size // 2)
-    die()
-
-
-def half_of_a_line(real: Callable[..., Any], log: Any, step: int, values: Any) -> None:
-    log.file.write(json.dumps({"step": step, **values})[:40])
-    log.file.flush()
+def before(real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     die()
 
 
@@ -76,31 +48,54 @@ def after(real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     die()
 
 
-def before(real: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def half_written(real: Callable[..., Any], data: Any, target: Any, **kwargs: Any) -> None:
+    """Write the first half of a file, of a name or open."""
+    real(data, target, **kwargs)
+    if not isinstance(target, str):
+        target.flush()
+    number = os.open(target, os.O_RDWR) if isinstance(target, str) else target.fileno()
+    os.ftruncate(number, os.fstat(number).st_size // 2)
     die()
+
+
+def half_a_line(real: Callable[..., Any], log: Any, step: int, values: Any) -> None:
+    log.file.write(json.dumps({"step": step, **values})[:40])
+    log.file.flush()
+    die()
+
+
+MOMENTS: dict[
+    str, tuple[Any, str, Callable[..., None], int]
+] = {  # owner, function, its substitute, last call that dies
+    "forward": (TrainStep, "_backward", after, 5),
+    "update": (TrainStep, "run", after, 5),
+    "checkpoint": (torch, "save", half_written, 3),
+    "pointer": (checkpoints, "write_text_atomically", before, 3),
+    "line": (runlog.RunLog, "write", half_a_line, 5),
+    "validation": (EvalSource, "embed", before, 2),
+    "export": (export, "save_file", half_written, 1),
+    "cache": (trunk_cache, "save_file", half_written, 6),
+    "reasons": (trunk_cache, "write_atomically", before, 6),
+}
 
 
 def plan(moment: str, rng: random.Random, seconds: float, soon: bool) -> None:
     """Arrange for this process to be killed at a moment; ``soon``: at the first of its kind."""
     if moment == "time":
         threading.Timer(rng.uniform(0.0, seconds / 4 if soon else seconds), die).start()
-        return
-    owner, name, instead, most = {
-        "forward": (TrainStep, "_backward", after, 5),
-        "update": (TrainStep, "run", after, 5),
-        "checkpoint": (torch, "save", half_of_a_checkpoint, 3),
-        "pointer": (checkpoints, "write_text_atomically", before, 3),
-        "line": (runlog.RunLog, "write", half_of_a_line, 5),
-        "validation": (EvalSource, "embed", before, 2),
-        "export": (export, "save_file", half_of_a_file, 1),
-        "cache": (trunk_cache, "save_file", half_of_a_file, 6),
-        "reasons": (trunk_cache, "write_atomically", before, 6),
-    }[moment]
-    at_call(owner, name, 1 if soon else rng.randint(1, most), instead)
+    elif moment != "none":
+        owner, name, instead, most = MOMENTS[moment]
+        real, calls, last = getattr(owner, name), [0], 1 if soon else rng.randint(1, most)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            return instead(real, *args, **kwargs) if calls[0] == last else real(*args, **kwargs)
+
+        setattr(owner, name, called)
 
 
-def attempt(flags: list[str], output: Path, prepare: Callable[[], None]) -> int:
-    """A forked run; its wait status."""
+def attempt(flags: list[str], output: Path, moment: str, rng: random.Random, seconds: float, soon: bool) -> int:
+    """Run in a fork that is killed at ``moment``; its wait status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -111,7 +106,7 @@ def attempt(flags: list[str], output: Path, prepare: Callable[[], None]) -> int:
     try:
         torch.set_num_threads(1)
         trunk_cache.PART_ROWS = {"image": 16, "text": 40}  # several parts of a tiny data set
-        prepare()
+        plan(moment, rng, seconds, soon)
         train(parse(TrainConfig, flags))
         code = 0
     finally:
@@ -120,38 +115,31 @@ def attempt(flags: list[str], output: Path, prepare: Callable[[], None]) -> int:
 
 def main() -> None:
     folder, kills, rng, cached = Path(sys.argv[1]), int(sys.argv[2]), random.Random(sys.argv[3]), sys.argv[4] == "1"
-    flags = [*sys.argv[5:], "--logs", str(folder)]
-    started = time.monotonic()
-    cache = ["--cache-dir", str(folder / "cache-whole")]
-    status = attempt([*flags, *cache, "--name", "whole"], folder / "whole.txt", lambda: None)
-    assert status == 0, (folder / "whole.txt").read_text()
-    seconds, killed, run = time.monotonic() - started, 0, 0
-    moments: list[str] = []
-    soon = False
+    runs, killed, soon, seconds = ["whole"], 0, False, 0.0
+    moments: list[str] = ["none"]
     while True:
+        name, resume = runs[-1], []
         if not moments:
-            moments = list(CACHED if cached else LIVE)
-            rng.shuffle(moments)
-        name, moment = f"run{run}", moments.pop() if killed < kills else "none"
-        resume = ["--resume", "latest"] if (folder / name / "config.yaml").is_file() else []
-        cache = ["--cache-dir", str(folder / f"cache-{run}")]
-
-        def prepare(moment: str = moment, soon: bool = soon) -> None:
-            if moment != "none":
-                plan(moment, random.Random(rng.random()), seconds, soon)
-
-        status = attempt([*flags, *cache, "--name", name, *resume], folder / f"{name}.txt", prepare)
-        rng.random()  # the fork drew one, too
+            moments = rng.sample(CACHED if cached else LIVE, len(CACHED if cached else LIVE))
+        moment = moments.pop() if killed < kills else "none"
+        if (folder / name / "config.yaml").is_file():
+            resume = ["--resume", "latest"]
+        flags = [*sys.argv[5:], "--logs", str(folder), "--cache-dir", str(folder / f"cache-{name}"), "--name", name]
+        began = time.monotonic()
+        status = attempt([*flags, *resume], folder / f"{name}.txt", moment, random.Random(rng.random()), seconds, soon)
         print(json.dumps({"run": name, "moment": moment, "status": status, "resumed": bool(resume)}), flush=True)
         if os.WIFSIGNALED(status):
             killed, soon = killed + 1, False
             continue
         assert status == 0, (folder / f"{name}.txt").read_text()
-        run += 1
         if killed >= kills:
             return
-        soon = True  # the run ended before its moment came: the next one, a new run, meets that moment early
-        moments.append(moment)
+        if name == "whole":
+            seconds = time.monotonic() - began
+        else:  # the run ended before its moment came: the next one, a new run, meets that moment early
+            soon = True
+            moments.append(moment)
+        runs.append(f"run{len(runs) - 1}")
 
 
 if __name__ == "__main__":

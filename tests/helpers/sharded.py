@@ -1,8 +1,8 @@
-"""What two gloo ranks do for test_sharding.py: the same steps of uneven rows under DDP and FSDP2, in one start.
+"""The two gloo ranks of test_sharding.py: the same steps of uneven rows under DDP and FSDP2, in one start.
 
-All but bf16 is computed in float64. There only what is not the same differs by more than ``EXACT``, also after AdamW,
-which makes steps of full size of the rounding that is the gradient of a parameter without effect: a bias of keys, or
-one in front of batch statistics, has 1e-16 of the others' gradient. Under ``FLOOR`` of them nothing is compared.
+All but bf16 is computed in float64, so that equal states differ by at most ``EXACT``, also after AdamW. AdamW takes
+full steps from rounding errors of parameters without effect (a bias of keys, or one in front of batch statistics, has
+1e-16 of the others' gradient): differences below ``FLOOR`` of the largest value are ignored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from mmclip.config import TrainConfig
 from mmclip.data.loading import Batch
@@ -31,8 +29,8 @@ from mmclip.training.checkpoint import restore
 from mmclip.training.clip_task import ClipTask
 from mmclip.training.step import NotFinite, TrainStep
 from tests.helpers.ranks import Found
-from tests.helpers.steps import LiveSource
-from tests.helpers.tiny import MODEL
+from tests.helpers.texts import make_bert
+from tests.helpers.tiny import MODEL, LiveSource
 
 SPLIT = (10, 7)  # rows of each rank: three parts of four and two, which passes of all processes cannot be
 STEPS = 2  # before the checkpoint; one more comes behind it
@@ -67,7 +65,7 @@ CASES = {
 
 
 class Odd(nn.Module):
-    """What a rank may have nothing of: one number, a scalar, and statistics that are no parameters."""
+    """Parameters of which a rank may hold nothing: one number and a scalar; batch statistics."""
 
     def __init__(self, after: nn.Module) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class Odd(nn.Module):
 
 
 class Live(LiveSource):
-    """The batch's own tensors, or what the trunks make of them."""
+    """The batch's own tensors, or their trunk features."""
 
     def __init__(self, model: ClipModel, from_trunk: bool) -> None:
         super().__init__(10)
@@ -93,20 +91,12 @@ class Live(LiveSource):
 
 
 def config(folder: Path, kind: str) -> Path:
-    """A model config of each kind; the text trunk's files lie beside it."""
+    """Write a model config of each kind, the text trunk's files beside it."""
     found = copy.deepcopy(MODEL)
     if kind == "resnet":
         found["vision_cfg"] = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}
     if kind == "timm":
-        words = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(WORDS))])}
-        stock = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-        stock.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-        PreTrainedTokenizerFast(tokenizer_object=stock, model_max_length=16, **special).save_pretrained(str(folder))
-        bert = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                          intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=0.0,
-                          attention_probs_dropout_prob=0.0)  # fmt: skip
-        BertModel(bert).save_pretrained(str(folder))
+        make_bert(folder, pooling=None)
         found["vision_cfg"] = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear", "image_size": 160}
         found["text_cfg"] = {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "hf_proj_type": "mlp",
                              "hf_pooler_type": "mean_pooler", "context_length": 16}  # fmt: skip
@@ -173,10 +163,9 @@ def state_of(s: TrainStep) -> Found:
 
 
 def shares(tensors: list[Tensor]) -> tuple[int, int]:
-    """Numbers that this rank holds of tensors, and all there are."""
-    return sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors), sum(
-        t.numel() for t in tensors
-    )
+    """(numbers of tensors on this rank, on all ranks)."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() for t in local), sum(t.numel() for t in tensors)
 
 
 def several_steps(folder: Path, case: Case, fsdp: bool) -> Found:
@@ -188,15 +177,15 @@ def several_steps(folder: Path, case: Case, fsdp: bool) -> Found:
     s.run(own_batch(case, STEPS), STEPS, False)
     parameters = [p for p in s.encoder.parameters() if p.requires_grad]
     moments = [m for p in parameters for m in (s.optimizer.state[p]["exp_avg"], s.optimizer.state[p]["exp_avg_sq"])]
-    found["held"] = {"parameters": shares(list(s.encoder.parameters())), "moments": shares(moments),
-            "gradients": shares([p.grad for p in parameters if p.grad is not None])}  # fmt: skip
-    return {**found, "last": state_of(s)}
+    gradients_of = [p.grad for p in parameters if p.grad is not None]
+    held = {"parameters": list(s.encoder.parameters()), "moments": moments, "gradients": gradients_of}
+    return {**found, "held": {k: shares(v) for k, v in held.items()}, "last": state_of(s)}
 
 
 def continued(folder: Path, case: Case, fsdp: bool, rows: slice | None = None) -> Found:
-    """The state after the step behind ``checkpoint.pt``, of a run that takes that up."""
+    """The state one step after a run continues from ``checkpoint.pt``."""
     s = stepper(folder, case, fsdp)
-    with torch.no_grad():  # other weights and running lengths, to be overwritten
+    with torch.no_grad():  # other weights and norm statistics, to be overwritten
         s.loss({side: torch.randn(4, 16, dtype=case.dtype) for side in ("image", "text")})
         for p in s.parameters:
             p.add_(1)
@@ -206,11 +195,8 @@ def continued(folder: Path, case: Case, fsdp: bool, rows: slice | None = None) -
     return state_of(s)
 
 
-# --- one start for all ------------------------------------------------------------------------------------------------
-
-
 def not_finite(folder: Path, fsdp: bool) -> Found:
-    """A step that only rank 1 has bad pixels in, between two good ones."""
+    """A step with bad pixels on rank 1 alone, between two good ones."""
     case = CASES["odd parameters"]
     s = stepper(folder, case, fsdp)
     s.run(own_batch(case, 0), 0, False)
@@ -227,7 +213,7 @@ def not_finite(folder: Path, fsdp: bool) -> Found:
 
 
 def filled(folder: Path) -> Found:
-    """Features of the copy that rank 0 runs alone and of towers not shared out; where their numbers are meanwhile."""
+    """Features of the copy that rank 0 runs alone, and the devices of parameters meanwhile."""
     case = CASES["odd parameters"]
     found: Found = {}
     for fsdp in (False, True):
@@ -246,7 +232,7 @@ def filled(folder: Path) -> Found:
 
 
 def summed(folder: Path) -> Found:
-    """The planted fault: gradients of ranks added up, and not their mean."""
+    """The planted fault: the sum of the ranks' gradients in place of their mean."""
     s = stepper(folder, CASES["plain"]._replace(more=()), True)
     towers: Any = s.encoder
     for module in (towers, *sharding.blocks(towers)):

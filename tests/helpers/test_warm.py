@@ -1,4 +1,4 @@
-"""A script in a process that is forked says and does what one that is started says and does."""
+"""A forked script says and does what a started one says and does."""
 
 from __future__ import annotations
 
@@ -19,45 +19,38 @@ print(sys.path[0], [m for m in sys.modules if m.split(".")[0] == "mmclip"], file
 """
 
 
-def both(folder: Path, code: str, *arguments: str) -> list[tuple[int, str, str]]:
-    """(exit code, output, errors) of a script that is forked, and of one that is started."""
-    script, environment = folder / "script.py", {"SAID": "yes", "PATH": os.environ["PATH"]}
-    script.write_text(code, encoding="utf-8")
-    found = [
-        run_warm([str(script), *arguments], folder, environment, 60),
-        subprocess.run([sys.executable, str(script), *arguments], cwd=folder, env=environment, capture_output=True,
-                       text=True, check=False, stdin=subprocess.DEVNULL),
-    ]  # fmt: skip
-    return [(done.returncode, done.stdout, done.stderr) for done in found]
-
-
 @pytest.mark.parametrize(
     "ending",
     ["", "sys.exit(2)", "sys.exit('one line')", "print(input())  # there is no input", "os.kill(os.getpid(), 9)",
      "sys.stdout.flush(); os._exit(7)"],
 )  # fmt: skip
 def test_a_forked_script_is_as_a_started_one(tmp_path: Path, ending: str) -> None:
-    forked, started = both(tmp_path, TELLS + ending, "--flag", "a b")
-    if "input" in ending:  # what leads to the line of the error differs
-        assert forked[2].splitlines()[-1] == started[2].splitlines()[-1] == "EOFError: EOF when reading a line"
-        forked, started = (*forked[:2], ""), (*started[:2], "")
-    assert forked == started
+    script, environment = tmp_path / "script.py", {"SAID": "yes", "PATH": os.environ["PATH"]}
+    script.write_text(TELLS + ending, encoding="utf-8")
+    words = [str(script), "--flag", "a b"]
+    started = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                             check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+    forked = run_warm(words, tmp_path, environment, 60)
+    assert (forked.returncode, forked.stdout) == (started.returncode, started.stdout)
+    if "input" in ending:  # the frames above the error differ
+        assert forked.stderr.splitlines()[-1] == started.stderr.splitlines()[-1] == "EOFError: EOF when reading a line"
+    else:
+        assert forked.stderr == started.stderr
 
 
-def test_packages_of_others_are_there_and_a_script_starts_as_the_main_module(tmp_path: Path) -> None:
-    done = run_warm([str(_script(tmp_path, "import sys; print('torch' in sys.modules, 'mmclip' in sys.modules)"))],
-                    tmp_path, os.environ, 60)  # fmt: skip
-    assert done.stdout == "True False\n"
+def test_packages_of_others_are_imported_and_ranks_meet(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nprint('torch' in sys.modules, 'mmclip' in sys.modules)\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\nsys.exit(3 * (os.environ['RANK'] == '1'))\n"
+    )
+    done = run_warm([str(script)], tmp_path, os.environ, 60, ranks=2)
+    assert (done.returncode, done.stdout) == (3, "True False\n" * 2)
 
 
-def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    script = _script(tmp_path, "import time; print('begun', flush=True); time.sleep(600)")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_takes_too_long_is_ended(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "script.py").write_text("import time; print('begun', flush=True); time.sleep(600)", encoding="utf-8")
     with pytest.raises(subprocess.TimeoutExpired) as error:
-        run_warm([str(script)], tmp_path, os.environ, 8)
-    assert error.value.stdout == "begun\n"
-
-
-def _script(folder: Path, code: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(code, encoding="utf-8")
-    return path
+        run_warm([str(tmp_path / "script.py")], tmp_path, os.environ, 4, ranks)
+    assert error.value.stdout == "begun\n" * ranks

@@ -1,4 +1,4 @@
-"""A tiny data set and a tiny model for tests that run real scripts: seconds, not minutes."""
+"""A tiny data set, a tiny model, and scripts run on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from PIL import Image
 
+from mmclip.data.loading import Batch
 from mmclip.data.scenes.build import SceneSizes, build_scenes
 from tests.helpers.warm import run_warm
 
@@ -45,11 +49,30 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
+class LiveSource:
+    """A FeatureSource that passes on a batch's own tensors, of a data set with ``steps`` steps an epoch."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.skipped = steps, dict[str, str]()
+        self.data = SimpleNamespace(fingerprint=lambda: "none")
+
+    def batches(self, config: Any, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(steps_per_epoch=self.steps, joint=config.joint_batch(1))
+
+    def inputs(self, side: str, batch: Batch, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+        return (batch.images if side == "image" else batch.tokens), False
+
+
 def run_script(
-    name: str, *arguments: object, timeout: float = 300, **environment: str
+    name: str, *arguments: object, timeout: float = 300, ranks: int = 1, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script as a user starts it, on one thread; without its page, which takes seconds, unless --report is given."""
+    """Run a script on one thread a rank; without its page, which takes seconds, unless --report is given."""
     command = [str(ROOT / "scripts" / name), *map(str, arguments)]
     if name in ("train_clip.py", "evaluate.py", "diagnose.py") and "--report" not in command:
         command.append("--no-report")
-    return run_warm(command, ROOT, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout)
+    return run_warm(command, ROOT, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout, ranks)
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

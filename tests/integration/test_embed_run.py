@@ -1,4 +1,4 @@
-"""embed.py as a user starts it: a model and data become a file that is evaluated as the model is, and can be served."""
+"""embed.py: a model and data become a file that is evaluated as the model is, and can be served."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import torch
 
 from mmclip import load_model
 from mmclip.commands.embed import run as embed
-from mmclip.config import EmbedConfig
+from mmclip.commands.evaluate import run as evaluate
+from mmclip.config import EmbedConfig, EvaluateConfig
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import EncodeOptions
 from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import Embeddings, load_embeddings
 from mmclip.errors import UserError
 from mmclip.evaluation.eval_set import EvalSource, draw_bank
+from mmclip.evaluation.results import load_results
 from mmclip.models.factory import ClipModel
 from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.hubness import document_offsets
@@ -39,7 +41,7 @@ def bank_of(data: Path, side: str, model: ClipModel, size: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def written(learned_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """x.safetensors of a run that trained i2t, with evidence."""
+    """x.safetensors of a run that trained i2t, with log-normalizers."""
     path = tmp_path_factory.mktemp("embed") / "made" / "x.safetensors"
     done = run_script("embed.py", "--model", learned_run, "--data", tiny_data, "--bank", tiny_data, "--bank-size",
                       BANK_SIZE, "--workers", 0, "--device", "cpu", "--output", path)  # fmt: skip
@@ -61,12 +63,25 @@ def model(learned_run: Path) -> ClipModel:
 def test_the_file_is_evaluated_as_the_model_is(saved: Embeddings, model: ClipModel, tiny_data: Path) -> None:
     main, extra = (open_data(str(tiny_data), split, "eval") for split in ("test", "distractors"))
     live = EvalSource.open(main, {"distractors": extra}, model, OPTIONS).embed(model, OPTIONS)
-    data = saved
-    assert data.fingerprint() == live.fingerprint()
+    assert saved.fingerprint() == live.fingerprint()
     native = native_exponents(saved.metadata)
     assert native == native_exponents(model.metadata)
-    found, wanted = (evaluate_clip(d, native, {}, resamples=20).json for d in (data, live))
+    found, wanted = (evaluate_clip(d, native, {}, resamples=20).json for d in (saved, live))
     assert found == wanted and set(found["pools"]) == {"full", "distractors"}
+
+
+@pytest.mark.parametrize("bank", ["data", "transductive"])
+def test_log_normalizers_in_a_file_correct_as_the_bank_does(
+    learned_run: Path, tiny_data: Path, tmp_path: Path, bank: str
+) -> None:
+    bank = str(tiny_data) if bank == "data" else bank
+    model = {"model": str(learned_run), "data": str(tiny_data), "bank": bank, "workers": 0, "device": "cpu"}
+    embed(EmbedConfig(**model, output=str(tmp_path / "x.npz")))
+    found = []
+    for name, source in (("file", {"embeddings": str(tmp_path / "x.npz")}), ("live", model)):
+        evaluate(EvaluateConfig(**source, output=str(tmp_path / name), report=False))
+        found.append(load_results(tmp_path / name).json["retrieval"]["t2i"]["corrected"])
+    assert found[0] == found[1] and found[0]["transductive"] == (bank == "transductive")
 
 
 def test_ids_are_the_images_with_a_number_for_each_caption(saved: Embeddings) -> None:
@@ -74,7 +89,7 @@ def test_ids_are_the_images_with_a_number_for_each_caption(saved: Embeddings) ->
     assert saved.text_ids[:6] == [f"{saved.image_ids[0]}#{n}" for n in range(5)] + [f"{saved.image_ids[1]}#0"]
 
 
-def test_the_evidence_is_that_of_drawn_training_captions(
+def test_the_log_normalizers_are_those_of_drawn_training_captions(
     saved: Embeddings, model: ClipModel, tiny_data: Path, learned_run: Path
 ) -> None:
     assert saved.metadata == model.metadata and saved.model == str(learned_run)
@@ -86,42 +101,29 @@ def test_the_evidence_is_that_of_drawn_training_captions(
     assert saved.bank["size"] == {"text": BANK_SIZE} and saved.bank["name"].endswith("[train]")
 
 
-def test_a_model_of_both_directions_has_evidence_of_both(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(learned_run / "model", folder)
-    facts = json.loads((folder / "mmclip.json").read_text(encoding="utf-8"))
-    facts |= {"loss": "sym", "i2t_weight": 0.5, "logit_scale_t2i": 2.0}
-    (folder / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
-    path = tmp_path / "x.npz"
-    embed(EmbedConfig(model=str(folder), data=str(tiny_data), bank=str(tiny_data), bank_size=9, workers=0,
-                        device="cpu", output=str(path)))  # fmt: skip
-    found, other = load_embeddings(path), load_model(str(folder))
+def changed(run: Path, folder: Path, **facts: object) -> Path:
+    """A run's model with other metadata."""
+    shutil.copytree(run / "model", folder)
+    metadata = json.loads((folder / "mmclip.json").read_text(encoding="utf-8"))
+    (folder / "mmclip.json").write_text(json.dumps(metadata | facts), encoding="utf-8")
+    return folder
+
+
+def test_a_model_of_both_directions_has_log_normalizers_of_both(
+    learned_run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    folder = changed(learned_run, tmp_path / "model", loss="sym", i2t_weight=0.5, logit_scale_t2i=2.0)
+    how = {"bank": str(tiny_data), "bank_size": 9, "workers": 0, "device": "cpu", "output": str(tmp_path / "x.npz")}
+    embed(EmbedConfig(model=str(folder), data=str(tiny_data), **how))
+    found, other = load_embeddings(tmp_path / "x.npz"), load_model(str(folder))
     assert {d: len(e) for d, e in found.evidence.items()} == {"i2t": 120, "t2i": 24}
     images = bank_of(tiny_data, "image", other, 9)
-    wanted = document_offsets(found.text, images, native_exponents(facts), 2.0)  # texts asked images: the trained t2i
+    wanted = document_offsets(found.text, images, native_exponents(other.metadata), 2.0)  # text queries: trained t2i
     assert torch.allclose(found.evidence["i2t"], wanted, atol=1e-4)
     assert found.bank["size"] == {"image": 9, "text": 9} and found.bank["overlap"] == {"image": 0, "text": 0}
 
 
-def test_a_model_of_an_unknown_loss_has_nothing_to_correct(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
-    shutil.copytree(learned_run / "model", tmp_path / "model")
-    facts = json.loads((tmp_path / "model" / "mmclip.json").read_text(encoding="utf-8")) | {"loss": "other"}
-    (tmp_path / "model" / "mmclip.json").write_text(json.dumps(facts), encoding="utf-8")
-    with pytest.raises(UserError, match="names no known loss: nothing can be corrected"):
-        embed(EmbedConfig(model=str(tmp_path / "model"), data=str(tiny_data), bank=str(tiny_data), device="cpu",
-                            output=str(tmp_path / "x.npz")))  # fmt: skip
-
-
-def test_a_bank_of_the_very_data_is_refused(learned_run: Path, tiny_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--bank .*the evaluation data themselves"):
-        embed(EmbedConfig(model=str(learned_run), data=str(tiny_data), bank=str(tiny_data), bank_split="test",
-                            workers=0, device="cpu", output=str(tmp_path / "x.npz")))  # fmt: skip
-    assert not (tmp_path / "x.npz").exists()
-
-
-def test_random_weights_are_written_for_numpy_and_have_no_evidence(
-    tiny_model: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_random_weights_are_written_without_log_normalizers(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     flags = ["--model", tiny_model, "--data", tiny_data, "--workers", 0, "--output", tmp_path / "x.npz"]
     done = run_script("embed.py", *flags)
     assert done.returncode == 0, done.stderr
@@ -133,26 +135,29 @@ def test_random_weights_are_written_for_numpy_and_have_no_evidence(
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("settings", "message"),
     [
         ({"output": "x.npz"}, "--model is missing"),
         ({"model": "m"}, r"--output is missing: a file ending in \.safetensors or \.npz"),
         ({"model": "m", "output": "x.pt"}, r"--output x\.pt"),
         ({"model": "m", "output": "x.npz", "bank_size": 0}, "--bank-size 0: expected a whole number of at least 1"),
+        ({"model": "m", "output": "FOLDER.npz"}, "a folder of that name"),
+        ({"model": "OTHER", "output": "x.npz"}, "names no known loss: nothing can be corrected"),
+        ({"model": "no-such-model", "bank": "nowhere", "output": "x.npz"}, "nowhere"),
+        ({"model": "RUN", "bank_split": "test", "output": "x.npz"}, "--bank .*the evaluation data themselves"),
     ],
 )
-def test_wrong_flags_are_told_before_anything_is_loaded(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        EmbedConfig(**given)
-
-
-def test_a_folder_is_no_output_and_a_missing_bank_is_told_first(tiny_data: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.npz").mkdir()
-    with pytest.raises(UserError, match="a folder of that name"):
-        EmbedConfig(model="m", output=str(tmp_path / "x.npz"))
-    done = run_script("embed.py", "--model", "no-such-model", "--data", tiny_data, "--bank", tmp_path / "nowhere",
-                      "--output", tmp_path / "y.npz")  # fmt: skip
-    assert done.returncode == 2 and "nowhere" in done.stderr and not (tmp_path / "y.npz").exists()
+def test_bad_settings_write_nothing(
+    learned_run: Path, tiny_data: Path, tmp_path: Path, monkeypatch, settings: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER.npz").mkdir()
+    places = {"RUN": learned_run, "OTHER": changed(learned_run, tmp_path / "other", loss="other")}
+    settings = {"bank": str(tiny_data), **settings, "data": str(tiny_data), "workers": 0, "device": "cpu"}
+    settings |= {"model": str(places.get(settings["model"], settings["model"]))} if "model" in settings else {}
+    with pytest.raises(UserError, match=message):
+        embed(EmbedConfig(**settings))
+    assert not (tmp_path / "x.npz").exists()
 
 
 def test_the_examples_of_the_documentation_run(root: Path, written: Path) -> None:

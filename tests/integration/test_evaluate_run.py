@@ -13,7 +13,7 @@ from mmclip.commands.evaluate import run as run_evaluate
 from mmclip.config import EvaluateConfig
 from mmclip.errors import UserError
 from mmclip.evaluation.results import load_results, save_results
-from mmclip.similarity import Exponents
+from mmclip.roles import Exponents
 from tests.helpers.reporting import clip_run as run_of
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -22,7 +23,7 @@ from mmclip.models.metadata import text_metadata
 from mmclip.roles import Direction, Exponents, Normalization, Positives, direction_weights
 from mmclip.similarity import mean_norm_factor, score
 from tests.helpers.naive import naive_loss
-from tests.helpers.tiny_encoder import sentences, tiny_encoder
+from tests.helpers.texts import WORDS, make_bert
 
 Q2D = Direction.Q2D
 WEIGHTS = {name: direction_weights(name, w, text=True) for name, w in (("q2d", None), ("d2q", None), ("both", 0.3))}
@@ -123,6 +124,16 @@ def test_weights_of_no_text_direction_are_refused(weights: dict[Direction, float
 
 
 # --- sentence-transformers' own losses --------------------------------------------------------------------------------
+
+
+def tiny_encoder(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(make_bert(folder, normalize=False)), device="cpu")
+
+
+def sentences(rows: int, columns: int, seed: int = 0) -> list[list[str]]:
+    """Columns of ``rows`` sentences of two to five words."""
+    rng = np.random.default_rng(seed)
+    return [[" ".join(rng.choice(WORDS, 2 + (i + c) % 4)) for i in range(rows)] for c in range(columns)]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Damaged inputs of every kind: the opener returns what it opens, or refuses in one line; never anything else, never a hang.
+"""Damaged inputs of every kind: the opener returns what it opens or refuses in one line, in process.
 
-Two kinds of damage: bytes anywhere in a file, and values in files that hold named values (JSON, YAML, tables), where they
-reach what stands behind the parser. Everything runs in process.
+Two kinds of damage: bytes anywhere in a file, and values in files that hold named values (JSON, YAML, tables), where
+they reach the code behind the parser.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from mmclip.evaluation.eval_set import image_text_sets
 from mmclip.study.plan import plan_study
 from mmclip.tasks.sts import open_sts
 from mmclip.training.checkpoint import FORMAT, load_checkpoint
+from tests.helpers.texts import write_jsonl, write_qrels
 from tests.helpers.tiny import MODEL, add, jpeg
 
-SPECIAL = (b"", b"\0", b"\xff\xfe", b"\n", b"\r\n", b'"', b"\t", b"{", b"[" * 500, b"9" * 400, b"-1", b"NaN", b"1e999", b"null",
-           b"\x1b[31m", "\u202e".encode(), b"../../x", b"/dev/zero", b"!!python/object/apply:os.system [touch PWNED]")  # fmt: skip
-VALUES = ("", " ", "\0", "a\nb", "-1", "0", "1e999", "nan", "null", "~", "true", "[]", "{}", "[a, [b]]", "x" * 5000, "../../x",
-          "/dev/zero", "{0..99999999}.tar", "${NO_SUCH", "${NO_SUCH}", "\u202eabc", 0, -1, 7.5, 1e300, 10**30, True, None,
-          [], {}, ["x"], [[1]], {"x": 1})  # fmt: skip
+SPECIAL = (b"", b"\0", b"\xff\xfe", b"\n", b"\r\n", b'"', b"\t", b"{", b"[" * 500, b"9" * 400, b"-1", b"NaN", b"1e999",
+           b"null", b"\x1b[31m", "\u202e".encode(), b"../../x", b"/dev/zero",
+           b"!!python/object/apply:os.system [touch PWNED]")  # fmt: skip
+VALUES = ("", " ", "\0", "a\nb", "-1", "0", "1e999", "nan", "null", "~", "true", "[]", "{}", "[a, [b]]", "x" * 5000,
+          "../../x", "/dev/zero", "{0..99999999}.tar", "${NO_SUCH", "${NO_SUCH}", "\u202eabc", 0, -1, 7.5, 1e300, 10**30,
+          True, None, [], {}, ["x"], [[1]], {"x": 1})  # fmt: skip
 
 
 def write_tar(path: Path) -> None:
@@ -71,18 +73,9 @@ def write_safetensors(path: Path) -> None:
 
 
 def write_beir(path: Path) -> None:
-    (path.parent / "qrels").mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps({"_id": f"d{i}", "title": "", "text": f"text {i}"}) + "\n" for i in range(4)))
-    (path.parent / "queries.jsonl").write_text(
-        "".join(json.dumps({"_id": f"q{i}", "text": f"query {i}"}) + "\n" for i in range(2))
-    )
-    (path.parent / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\td0\t1\nq1\td3\t2\n")
-
-
-def write_config(path: Path) -> None:
-    path.write_text(
-        "model: ViT-B-32\ntrain_data: data.tar\nlr: 1e-3\nlock_image: true\naug_cfg: [scale=0.9]\nwarmup: 0.1\n"
-    )
+    write_jsonl(path, ({"_id": f"d{i}", "title": "", "text": f"text {i}"} for i in range(4)))
+    write_jsonl(path.parent / "queries.jsonl", ({"_id": f"q{i}", "text": f"query {i}"} for i in range(2)))
+    write_qrels(path.parent / "qrels" / "test.tsv", [("q0", "d0", 1), ("q1", "d3", 2)])
 
 
 def read_images(path: Path) -> Any:
@@ -100,7 +93,7 @@ def read_sets(path: Path) -> Any:
 
 
 class Case(NamedTuple):
-    """A good file and what opens it. damaged: another file of the same folder that is damaged instead."""
+    """A good file and its opener. damaged: another file of the folder that is damaged instead."""
 
     name: str
     write: Callable[[Path], object]
@@ -108,28 +101,35 @@ class Case(NamedTuple):
     damaged: str = ""
 
 
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content, encoding="utf-8")
+
+
+CONFIG = "model: ViT-B-32\ntrain_data: data.tar\nlr: 1e-3\nlock_image: true\naug_cfg: [scale=0.9]\nwarmup: 0.1\n"
+STUDY = "seeds: [0, 1]\nlr: 1e-3\narms:\n  - {loss: sym, norm: [cosine, dot]}\n"
+CHECKPOINT = {"format": FORMAT, "step": 3, "weights": {"a": torch.ones(9)}}
+TRIPLE = '{"query": "q", "positive": "p", "negative": "n"}\n'
 CASES = [
     Case("data.tar", write_tar, read_images),
     Case("pairs.csv", write_csv, read_images),
     Case("arrays.npz", lambda path: np.savez(path, **ARRAYS), read_sets),
     Case("arrays.safetensors", write_safetensors, read_sets),
-    Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test")),
-    Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), "queries.jsonl"),
-    Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), "qrels/test.tsv"),
-    Case("triples.tsv", lambda path: path.write_text("q0\tp0\tn0\nq1\tp1\tn1\n"), open_pairs),
-    Case("triples.jsonl", lambda path: path.write_text('{"query": "q", "positive": "p", "negative": "n"}\n' * 3), open_pairs),
-    Case("pairs.tsv", lambda path: path.write_text("score\tsentence1\tsentence2\n1.0\ta\tb\n0.5\tc\td\n0\te\tf\n"), open_sts),
-    Case("model.json", lambda path: path.write_text(json.dumps(MODEL)), lambda path: read_model_config(str(path))),
-    Case("config.yaml", write_config, lambda path: load_config(TrainConfig, path)),
-    Case("study_x.yaml", lambda path: path.write_text("seeds: [0, 1]\nlr: 1e-3\narms:\n  - {loss: sym, norm: [cosine, dot]}\n"),
-         lambda path: plan_study(StudyConfig(config=str(path), logs=str(path.parent)))),
-    Case("step.pt", lambda path: torch.save({"format": FORMAT, "step": 3, "weights": {"a": torch.ones(9)}}, path), load_checkpoint),
-]  # fmt: skip
-IDS = [case.damaged or case.name for case in CASES]
+    *(
+        Case("corpus.jsonl", write_beir, lambda path: open_beir(path.parent, "test"), damaged)
+        for damaged in ("", "queries.jsonl", "qrels/test.tsv")
+    ),
+    Case("triples.tsv", text("q0\tp0\tn0\nq1\tp1\tn1\n"), open_pairs),
+    Case("triples.jsonl", text(TRIPLE * 3), open_pairs),
+    Case("pairs.tsv", text("score\tsentence1\tsentence2\n1.0\ta\tb\n0.5\tc\td\n0\te\tf\n"), open_sts),
+    Case("model.json", text(json.dumps(MODEL)), lambda path: read_model_config(str(path))),
+    Case("config.yaml", text(CONFIG), lambda path: load_config(TrainConfig, path)),
+    Case("study_x.yaml", text(STUDY), lambda path: plan_study(StudyConfig(config=str(path), logs=str(path.parent)))),
+    Case("step.pt", lambda path: torch.save(CHECKPOINT, path), load_checkpoint),
+]
 
 
 def check(case: Case, path: Path) -> None:
-    """Open it. Any exception but these two is a fault, and so is a line that is none."""
+    """Open it; any other exception, or an unprintable message, is a fault."""
     try:
         assert case.open(path) is not None
     except UserError as error:
@@ -166,13 +166,13 @@ def damaged_value(value: Any, rng: random.Random) -> Any:
     return copy
 
 
-def damaged_text(text: str, suffix: str, rng: random.Random) -> str:
-    """One value of one line in another's place."""
-    if suffix == ".json":
-        return json.dumps(damaged_value(json.loads(text), rng))
-    lines = text.splitlines()
+def damaged_text(content: bytes, rng: random.Random, suffix: str) -> bytes:
+    """Replace one value of one line."""
+    lines = content.decode().splitlines()
     at = rng.randrange(len(lines))
-    if suffix == ".jsonl":
+    if suffix == ".json":
+        lines = [json.dumps(damaged_value(json.loads(content), rng))]
+    elif suffix == ".jsonl":
         lines[at] = json.dumps(damaged_value(json.loads(lines[at]), rng))
     elif suffix == ".yaml":
         value = rng.choice(VALUES)
@@ -181,44 +181,33 @@ def damaged_text(text: str, suffix: str, rng: random.Random) -> str:
         cells = lines[at].split("\t")
         cells[rng.randrange(len(cells))] = str(rng.choice(VALUES))
         lines[at] = "\t".join(rng.choice((cells, cells[::-1], cells[1:], [*cells, "x"])))
-    return "\n".join(lines) + "\n"
+    return ("\n".join(lines) + "\n").encode()
 
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def name_of(case: Case) -> str:
+    return case.damaged or case.name
+
+
+NAMED = [case for case in CASES if Path(name_of(case)).suffix in (".json", ".jsonl", ".yaml", ".csv", ".tsv")]
 
 
 @pytest.mark.filterwarnings("ignore")  # libraries warn of what they read
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-@quick
+@pytest.mark.parametrize(
+    ("case", "values"),
+    [(case, values) for values, cases in ((False, CASES), (True, NAMED)) for case in cases],
+    ids=lambda v: name_of(v) if isinstance(v, Case) else ("bytes", "values")[v],
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
-def test_damaged_bytes_are_read_or_refused_in_a_line(case: Case, tmp_path: Path, seed: int) -> None:
-    path = tmp_path / case.name
+def test_damaged_files_are_read_or_refused_in_a_line(case: Case, values: bool, tmp_path: Path, seed: int) -> None:
+    path, target, rng = tmp_path / case.name, tmp_path / name_of(case), random.Random(seed)
     case.write(path)
-    target = tmp_path / case.damaged if case.damaged else path
-    target.write_bytes(damaged_bytes(target.read_bytes(), random.Random(seed)))
+    content = target.read_bytes()
+    target.write_bytes(damaged_text(content, rng, target.suffix) if values else damaged_bytes(content, rng))
     check(case, path)
 
 
-NAMED = [
-    case for case in CASES if Path(case.damaged or case.name).suffix in (".json", ".jsonl", ".yaml", ".csv", ".tsv")
-]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", NAMED, ids=[case.damaged or case.name for case in NAMED])
-@quick
-@given(seed=st.integers(0, 2**32))
-def test_other_values_are_read_or_refused_in_a_line(case: Case, tmp_path: Path, seed: int) -> None:
-    path = tmp_path / case.name
-    case.write(path)
-    target = tmp_path / case.damaged if case.damaged else path
-    target.write_text(
-        damaged_text(target.read_text(encoding="utf-8"), target.suffix, random.Random(seed)), encoding="utf-8"
-    )
-    check(case, path)
-
-
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_good_file_opens(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path / case.name)
     assert case.open(tmp_path / case.name) is not None
@@ -228,7 +217,6 @@ def test_a_planted_fault_is_noticed(tmp_path: Path) -> None:
     def breaks(path: Path) -> None:
         raise KeyError("planted")
 
-    with pytest.raises(KeyError):
-        check(Case("x", lambda path: None, breaks), tmp_path)
-    with pytest.raises(AssertionError):
-        check(Case("x", lambda path: None, lambda path: None), tmp_path)
+    for opener, error in ((breaks, KeyError), (lambda path: None, AssertionError)):
+        with pytest.raises(error):
+            check(Case("x", lambda path: None, opener), tmp_path)

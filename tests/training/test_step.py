@@ -23,7 +23,7 @@ from mmclip.similarity import Normalization
 from mmclip.training.clip_task import ClipTask, build_loss, initial_gammas
 from mmclip.training.optimizer import cosine_factor
 from mmclip.training.step import NotFinite, TrainStep, seed_of
-from tests.helpers.steps import LiveSource
+from tests.helpers.tiny import LiveSource
 
 ROWS = 14  # in parts of 4 the last one has 2
 IDS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 12, 13])  # known positives in other parts than their own
