@@ -50,8 +50,8 @@ def dispatch(argv: list[str]) -> int:
         return 0 if argv else 2
     name, *flags = argv
     if name not in COMMANDS:
-        valid = f"one of {', '.join(COMMANDS)} is expected"
-        raise UserError(f"unknown command {printable(name, 60)!r}{nearest(name[:60], list(COMMANDS)) or f'; {valid}'}")
+        valid = nearest(name[:60], list(COMMANDS)) or f"; one of {', '.join(COMMANDS)} is expected"
+        raise UserError(f"unknown command {printable(name, 60)!r}{valid}")
     command, config = COMMANDS[name], None
     if command.config is not None:
         configs = importlib.import_module("mmclip.config")
@@ -71,8 +71,7 @@ def run_guarded(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         message = str(error)
     except OSError as error:  # a folder that cannot be written, a full disk
-        message = f"{printable(error.filename)}: " if error.filename else ""
-        message += str(error.strerror or error)
+        message = f"{printable(error.filename)}: " * bool(error.filename) + str(error.strerror or error)
     except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors that say so
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise

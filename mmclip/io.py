@@ -31,8 +31,7 @@ MAX_SMALL = 256_000_000  # bytes that any .npz may unpack to
 def write_atomically(path: Path, write: Callable[[Path], object], advice: str = "free some space") -> None:
     """Have ``write`` make a partial file or folder beside ``path``; put it in place once it is on the disk.
 
-    Raises:
-        UserError: It cannot be written, such as on a full disk; what stood at ``path`` stays.
+    Raises UserError where it cannot be written, such as on a full disk; what stood at ``path`` stays.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -77,8 +76,8 @@ def _remove(path: Path) -> None:
 def lock_folder(folder: Path, waiting: str = "") -> TextIO:
     """Keep other processes out of a folder until the returned file is closed, or the process ends.
 
-    Where another process holds the lock, ``waiting`` is printed and the lock waited for; without a text that is a
-    UserError. A file system without locks keeps nobody out.
+    Where another process holds the lock, print ``waiting`` and wait, or raise UserError without such a text. Nothing is
+    locked where the file system has no locks.
     """
     file = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
@@ -101,22 +100,15 @@ def free_bytes(folder: Path) -> int:
 
 
 def require_space(folder: Path, needed: int, largest: int, what: str, advice: str) -> None:
-    """Refuse before the work what the disk, or the process's limit on a file's size, has no place for.
-
-    ``needed`` are the bytes of all files, ``largest`` those of one. Raises UserError.
-    """
+    """Raise UserError where there is no place for ``needed`` bytes of files, or for a file of ``largest`` bytes."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and largest > limit:
-        raise UserError(
-            f"{folder}: {what} needs a file of {megabytes(largest)}, and this process may write files of "
-            f"{megabytes(limit)} at most (ulimit -f): raise that limit, or {advice}"
-        )
+        most = f"this process may write files of {megabytes(limit)} at most (ulimit -f): raise that limit"
+        raise UserError(f"{folder}: {what} needs a file of {megabytes(largest)}, and {most}, or {advice}")
     free = free_bytes(folder)
     if needed + MARGIN > free:
-        raise UserError(
-            f"{folder}: {what} needs {megabytes(needed)}, logs and results {megabytes(MARGIN)} more, and "
-            f"{megabytes(free)} are free there: free {megabytes(needed + MARGIN - free)}, or {advice}"
-        )
+        needs = f"needs {megabytes(needed)}, logs and results {megabytes(MARGIN)} more, and {megabytes(free)} are free"
+        raise UserError(f"{folder}: {what} {needs} there: free {megabytes(needed + MARGIN - free)}, or {advice}")
 
 
 def megabytes(size: int) -> str:
@@ -187,8 +179,7 @@ def checked(path: str | Path) -> Path:
 def read_arrays(path: str | Path) -> dict[str, Array]:
     """Read name -> array of a .npz or .safetensors file; bfloat16 becomes float32, and nothing is unpickled.
 
-    Raises:
-        UserError: Anything but plain arrays of numbers or strings.
+    Raises UserError for anything but plain arrays of numbers or strings.
     """
     path = checked(path)
     if not path.is_file():  # a pipe would wait for ever

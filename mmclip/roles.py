@@ -1,9 +1,8 @@
 """Directions, normalizations and losses by name, without torch: the vocabulary that every other module reads here.
 
-A **direction** assigns the roles. In ``i2t`` an image is the query and texts are the documents; in ``t2i`` a text is the
-query and images are the documents. Text retrieval ranks documents in ``q2d``; training may add ``d2q``, in which
-documents are the queries. A **normalization** acts on roles, never on modalities, by two exponents (Feng & Watanabe
-2026, arXiv 2602.09229, eq. 3-7):
+A **direction** assigns the roles. In ``i2t`` an image is the query and texts are the documents; ``t2i`` is the reverse.
+Text retrieval ranks documents in ``q2d``; training may add ``d2q``, in which documents are the queries. A
+**normalization** acts on roles, never on modalities, by two exponents (Feng & Watanabe, arXiv 2602.09229, eq. 3-7):
 
     s(q, d) = alpha * (q . d) / (|q|**gamma_q * |d|**gamma_d)
 

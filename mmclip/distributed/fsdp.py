@@ -1,7 +1,7 @@
 """FSDP2 (--fsdp): each rank keeps a shard of parameters, gradients and moments, and gathers a block while it computes.
 
-Gradients are averaged over ranks by a reduce-scatter, as ``gather_rows`` needs it, after every pass, under --accum-freq,
-too: whole gradients are the memory to be saved. Batch statistics are each rank's own; rank 0's are kept, as under DDP.
+Gradients are averaged over ranks by a reduce-scatter, as ``gather_rows`` needs it, after every pass (--accum-freq, too:
+whole gradients are the memory to be saved). Batch statistics are each rank's own; rank 0's are kept, as under DDP.
 Alpha and gamma are not sharded. Checkpoints and the weights that are validated and exported are whole, as without.
 """
 

@@ -44,8 +44,8 @@ class LossOutput(NamedTuple):
 class ContrastiveLoss(nn.Module):
     """Weighted directional contrastive loss of raw features.
 
-    Its parameters, those of ``similarity``, must reach the optimizer; give gamma a larger learning rate than the
-    encoders, with which it cannot move (docs/math.md: "Similarity"). ``weights`` may be changed from step to step.
+    Its parameters, those of ``similarity``, must reach the optimizer, gamma with a larger learning rate than the
+    encoders' (docs/math.md: "Similarity"). ``weights`` may be changed from step to step.
 
     >>> loss = ContrastiveLoss(Similarity("qnorm"), {Direction.I2T: 1.0, Direction.T2I: 0.0})
     >>> sorted(d.value for d in loss({"image": torch.randn(4, 8), "text": torch.randn(4, 8)}).by_direction)
@@ -84,8 +84,8 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(f"focal {focal} is not a number of at least 0")
         self.similarity, self.weights, self.positives = similarity, dict(weights), Positives(positives)
         self.focal, self.norm_drift, self.gather, self.tiled = focal, norm_drift, gather, tiled
-        ever = [d for w in (self.weights, end_weights or {}) for d, weight in w.items() if weight > 0]
-        self.trained = tuple(d for d in self.weights if d in ever)
+        end = end_weights or {}
+        self.trained = tuple(d for d in self.weights if max(weights[d], end.get(d, 0)) > 0)
         if not self.trained:
             raise ValueError(f"weights {self.weights}: no direction has one above 0")
         self.sides = ("image", "text") if set(self.weights) <= set(CLIP_DIRECTIONS) else ("query", "document")
@@ -130,11 +130,11 @@ class ContrastiveLoss(nn.Module):
         lookup = None if known is None else known.lookup(self.gather)
         value = tiled_loss if self.tiled else ContrastiveLoss._plain
         total, values = value(self, weights, features, negatives, lookup)
-        detached = {side: n.detach() for side, n in norms.items()}
+        out = LossOutput(total, values, {side: n.detach() for side, n in norms.items()})
         if not self.norm_drift:
-            return LossOutput(total, values, detached)
+            return out
         drift = torch.stack([self._drift(side, n) for side, n in norms.items()]).sum()
-        return LossOutput(total + self.norm_drift * drift, values, detached, drift.detach())
+        return out._replace(loss=total + self.norm_drift * drift, norm_drift=drift.detach())
 
     def _of_all(self, rows: Tensor) -> Tensor:
         return distributed.gather_rows(rows) if self.gather else rows
@@ -200,9 +200,7 @@ def clip_loss(
     positives: Positives | str = Positives.MASK, focal: float = 0.0, norm_drift: float = 0.0,
     i2t_weight_end: float | None = None, gather: bool = False, tiled: bool = True, **similarity: Any,
 ) -> ContrastiveLoss:  # fmt: skip
-    """The loss of images and texts by the names of ``mmclip train``: --loss, --norm, --i2t-weight, --positives, ...
-
-    ``similarity`` are further arguments of ``Similarity``, such as ``scale_init``.
+    """The loss of images and texts by the names of ``mmclip train``; ``similarity`` goes to ``Similarity``.
 
     >>> clip_loss("asym-i2t", "qnorm").weights[Direction.I2T]
     1.0
@@ -218,10 +216,9 @@ def text_loss(
     positives: Positives | str = Positives.MASK, focal: float = 0.0, norm_drift: float = 0.0, gather: bool = False,
     tiled: bool = True, **similarity: Any,
 ) -> ContrastiveLoss:  # fmt: skip
-    """The loss of queries and documents by the names of ``mmclip train-text``: --loss, --norm, --q2d-weight, ...
+    """The loss of queries and documents by the names of ``mmclip train-text``; ``similarity`` goes to ``Similarity``.
 
-    ``similarity`` are further arguments of ``Similarity``; by default the effective scale is sentence-transformers' 20
-    and alpha is not trained.
+    By default the effective scale is sentence-transformers' 20, and alpha is not trained.
 
     >>> {d.value: w for d, w in text_loss("both", "qnorm").weights.items()}
     {'q2d': 0.5, 'd2q': 0.5}

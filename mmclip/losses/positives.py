@@ -50,8 +50,7 @@ def mask_from_ids(*ids: Tensor | None) -> PositiveMask:
     """
     own = [i for i in ids if i is not None]
     if not own or len({i.shape for i in own}) > 1 or own[0].ndim != 1:
-        shapes = ", ".join(str(list(i.shape)) for i in own)
-        raise ValueError(f"ids {shapes or 'missing'}: [B] each is expected, a number a pair")
+        raise ValueError(f"ids {[list(i.shape) for i in own]}: [B] each is expected, a number a pair")
 
     def lookup_of(gather: bool) -> Lookup | None:
         known = [i for i in _gathered(own, gather) if len(i.unique()) < len(i)]
@@ -80,13 +79,9 @@ def mask_from_matrix(matrix: Tensor) -> PositiveMask:
 
 
 def mask_from_judgments(judged: Tensor, query: Tensor, document: Tensor, negative: Tensor) -> PositiveMask:
-    """Documents judged relevant to a query, or paired with the same query elsewhere in the batch.
+    """Documents judged relevant to a query (``codes_of``), or paired with the same query elsewhere in the batch.
 
-    Args:
-        judged: ``codes_of`` all known judgments.
-        query: ids [B] of the queries.
-        document: ids [B] of their documents.
-        negative: ids [H] of the negatives, in the order of their rows.
+    ``query`` and ``document`` are ids [B] of the pairs, ``negative`` those of the negatives, [H], by their rows.
     """
 
     def lookup_of(gather: bool) -> Lookup:
@@ -107,11 +102,7 @@ def _gathered(ids: list[Tensor], gather: bool) -> list[Tensor]:
 
 
 def codes_of(relevant: Tensor | None) -> Tensor:
-    """Judgments, int [M, 2] of query id and document id, as one sorted number each, [M].
-
-    Raises:
-        UserError: another shape or type, or ids outside 0 to 2**31 - 1.
-    """
+    """Judgments, int [M, 2] of query id and document id, as one sorted number each, [M] (UserError for others)."""
     relevant = torch.zeros(0, 2, dtype=torch.long) if relevant is None else relevant
     if relevant.ndim != 2 or relevant.shape[1] != 2 or relevant.is_floating_point():
         shape = f"{list(relevant.shape)}, {relevant.dtype}"
@@ -127,7 +118,5 @@ def _codes(query: Tensor, document: Tensor) -> Tensor:
 
 
 def _is_one_of(codes: Tensor, ordered: Tensor) -> Tensor:
-    if not len(ordered):
-        return torch.zeros_like(codes, dtype=torch.bool)
-    place = torch.searchsorted(ordered, codes).clamp_max(len(ordered) - 1)
-    return ordered[place] == codes
+    padded = torch.cat([ordered, ordered.new_full((1,), -1)])  # no code is negative
+    return padded[torch.searchsorted(ordered, codes)] == codes

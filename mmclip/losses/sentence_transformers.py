@@ -48,16 +48,15 @@ class RoleRankingLoss(nn.Module):
         gamma_init: float = 0.5, focal: float = 0.0, norm_drift: float = 0.0, relevant: Tensor | None = None,
         gather_across_devices: bool = False,
     ) -> None:  # fmt: skip
-        """Make the loss of a model; arguments as of ``ContrastiveLoss`` and ``Similarity`` but for these.
+        """Make the loss of a model, features -> {"sentence_embedding": [B, D]}.
 
         Args:
-            model: the encoder, features -> {"sentence_embedding": [B, D]}.
             weights: by direction; q2d alone by default.
             relevant: int [M, 2], (query id, document id) of all known judgments.
             gather_across_devices: whether the ranks' batches are one.
 
-        Raises:
-            UserError: other directions, no weight above 0, or bad ids.
+        Other arguments are those of ``ContrastiveLoss`` and ``Similarity``. UserError for other directions, no weight
+        above 0, or bad ids.
         """
         super().__init__()
         weights = direction_weights("q2d", text=True) if weights is None else dict(weights)
@@ -71,12 +70,7 @@ class RoleRankingLoss(nn.Module):
         self.register_buffer("relevant", codes_of(relevant), persistent=False)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """Loss of a batch, 0-d.
-
-        Args:
-            sentence_features: the model's input of each column, B rows each.
-            labels: ids, int [B, 2 + K].
-        """
+        """Loss of a batch, 0-d, of the model's input of each column, B rows each, with ids, int [B, 2 + K]."""
         return self._value([self.model(c)["sentence_embedding"] for c in self._columns(sentence_features)], labels)
 
     def clamp_logit_scale(self) -> None:
@@ -128,17 +122,14 @@ class RoleRankingLoss(nn.Module):
         """Known positives of a batch by its ids; None without ids (UserError where judgments are known)."""
         if self.loss.positives is Positives.NONE:
             return None
-        width = 2 + negatives
-        if labels is not None and labels.ndim == 2 and not labels.is_floating_point() and len(labels) == pairs:
+        width, shape = 2 + negatives, [] if labels is None else list(labels.shape)
+        if labels is not None and len(shape) == 2 and not labels.is_floating_point() and len(labels) == pairs:
             surplus = Direction.Q2D not in self.loss.trained  # then the ids of negatives are there, but no negatives
-            if labels.shape[1] == width or (surplus and labels.shape[1] > width):
-                ids = labels[:, 0], labels[:, 1], labels[:, 2:width].T.reshape(-1)
-                return mask_from_judgments(self.relevant, *ids)
+            if shape[1] == width or (surplus and shape[1] > width):
+                return mask_from_judgments(self.relevant, labels[:, 0], labels[:, 1], labels[:, 2:width].T.reshape(-1))
         if len(self.relevant):
-            raise UserError(
-                f"labels of shape {None if labels is None else list(labels.shape)}: judgments are known, so ids are "
-                f"expected: whole numbers [{pairs}, {width}], the query's, the document's and each negative's"
-            )
+            ids = f"whole numbers [{pairs}, {width}], the query's, the document's and each negative's"
+            raise UserError(f"labels of shape {shape}: judgments are known, so ids are expected: {ids}")
         return None
 
 

@@ -6,10 +6,9 @@ factors are multiplied into X and Y, outside, where autograd differentiates them
 
     s_ij = x_i . y_j        t_ji = s_ij * row_scale_i * column_scale_j
 
-A row's softmax is complete in its block of rows, a column's grows block by block. A second pass makes all gradients;
-``KEEP`` bytes of the first pass's products are kept for it, the others made again: 6 B^2 D operations where all fit,
-8 B^2 D where none does, in the memory of B D numbers and a few blocks. One direction alone needs no second pass.
-Across ranks each has its own rows and the columns of all, whose maxima and sums are merged.
+A row's softmax is complete in its block of rows, a column's grows block by block. A second pass makes all gradients,
+from ``KEEP`` bytes of the first pass's products and others made again: 6 to 8 B^2 D operations, in the memory of B D
+numbers and a few blocks. One direction alone needs no second pass. Each rank has its own rows and the columns of all.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 ROWS = 512  # rows of a block, at least: fewer and the matrix products slow down
 BLOCK = {"cpu": 2**21, "cuda": 2**26}  # numbers of a block, at least, by kind of device
-PIECE = {"cpu": 2**11, "cuda": 2**31}  # columns of one matrix product: wider ones slow down on a CPU
 STRIP = {"cpu": 2**18, "cuda": 2**26}  # numbers of a block that are processed together: a CPU's cache holds few
 KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of products that are kept for the gradients
 HALF = ("cuda",)  # devices whose bfloat16 is multiplied into float32; float16 could not hold a batch's gradients
@@ -53,26 +51,23 @@ def tiled_loss(
     rows, columns = (with_negatives(s, features, negatives) for s in (first.query_side, first.document_side))
     rows = rows if others else features[first.query_side]
     half = rows.dtype == columns.dtype == torch.bfloat16 and rows.device.type in HALF
-    if not half:
-        dtype = torch.promote_types(torch.promote_types(rows.dtype, columns.dtype), torch.float32)
-        rows, columns = rows.to(dtype), columns.to(dtype)
+    dtype = rows.dtype if half else torch.promote_types(torch.promote_types(rows.dtype, columns.dtype), torch.float32)
+    rows, columns = rows.to(dtype), columns.to(dtype)
     with torch.autocast(device_type=rows.device.type, enabled=False):
         (gamma_q, gamma_d), alphas = loss.similarity.exponents, [loss.similarity.scale(d) for d in weights]
-        held: Any = (1.0, 0.0, 0.0)  # what rows and columns hold already
-        if not half:  # bfloat16 products are exact, its multiples are not
-            held = (alphas[0], gamma_q, gamma_d)
+        # what rows and columns hold already: bfloat16 products are exact, its multiples are not
+        held: Any = (1.0, 0.0, 0.0) if half else (alphas[0], gamma_q, gamma_d)
         roles = zip(alphas, (gamma_q, gamma_d), (gamma_d, gamma_q), strict=False)
         scales = [_scales(rows, columns, a / held[0], r - held[1], c - held[2]) for a, r, c in roles]
         if not half:
             row, column = _scales(rows, columns, *held)
             rows, scales[0] = rows * row.reshape(-1, 1), (None, None)
             columns = columns if column is None else columns * column[:, None]
-        known = None if lookup is None else oriented(lookup, first)
-        tiles = _Tiles(loss, list(weights.values()), len(features[first.query_side]), known)
+        tiles = _Tiles(loss, weights, len(features[first.query_side]), lookup and oriented(lookup, first))
         columns, *column_scales = tiles.gathered(len(rows), columns, *(c for _, c in scales))
         tensors = [rows, columns, *(t for (r, _), c in zip(scales, column_scales, strict=True) for t in (r, c))]
-        tiles.differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        total, values = _Tiled.apply(tiles, *tensors)
+        differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        total, values = _Tiled.apply(tiles, differentiated, *tensors)
     return total, dict(zip(weights, values.unbind(), strict=True))
 
 
@@ -82,9 +77,9 @@ def with_negatives(side: str, features: Sides, negatives: Sides) -> Tensor:
     return x if more is None else torch.cat([x, more.to(x.dtype)])
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, of bfloat16 in float32."""
-    return torch.mm(a, b, **({"out_dtype": torch.float32} if a.dtype == torch.bfloat16 else {}), out=out)
+    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.mm(a, b)
 
 
 def _scales(rows: Tensor, columns: Tensor, alpha: Tensor, of_rows: Any, of_columns: Any) -> tuple[Any, Tensor | None]:
@@ -95,30 +90,27 @@ def _scales(rows: Tensor, columns: Tensor, alpha: Tensor, of_rows: Any, of_colum
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tiles: _Tiles, *tensors: Any) -> tuple[Tensor, Tensor]:
-        values, ctx.gradients = tiles.run(*tensors)
+    def forward(ctx: Any, tiles: _Tiles, differentiated: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
+        values, ctx.gradients = tiles.run(differentiated, *tensors)
         ctx.mark_non_differentiable(values)
         return (values * values.new_tensor([w or 0.0 for w in tiles.weights])).sum(), values
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            what = "the tiled contrastive loss has no second derivative, and create_graph=True needs one"
-            raise RuntimeError(f"{what}; ContrastiveLoss(..., tiled=False) has")
-        return (None, *(g if g is None else g * outer[0].to(g.dtype) for g in ctx.gradients))
+            raise RuntimeError("tiles have no second derivative (create_graph=True): ContrastiveLoss(tiled=False) has")
+        return (None, None, *(g if g is None else g * outer[0].to(g.dtype) for g in ctx.gradients))
 
 
 class _Tiles:
     """One pass over the tiles of x [N, D] times y [M, D] transposed."""
 
-    def __init__(self, loss: ContrastiveLoss, weights: list[float | None], pairs: int, lookup: Lookup | None) -> None:
-        self.weights, self.pairs, self.focal = weights, pairs, loss.focal
-        self.lookup: Any = lookup
+    def __init__(self, loss: ContrastiveLoss, weights: Weights, pairs: int, lookup: Lookup | None) -> None:
+        self.weights, self.pairs, self.focal, self.lookup = [*weights.values()], pairs, loss.focal, lookup
         self.several = lookup is not None and loss.positives is Positives.MULTI  # targets of a query
         self.rank, self.ranks = distributed.world() if loss.gather else (0, 1)
         alone = SimpleNamespace(all_sum=lambda x: x, all_max=lambda x: x, gather_rows=lambda x, _=None: x)
         self.all: Any = distributed if loss.gather else alone
-        self.differentiated = False
 
     def gathered(self, n_rows: int, *columns: Any) -> list[Any]:
         """Columns and their scales, [m, ...] each or None, of all ranks: pairs before negatives."""
@@ -133,16 +125,17 @@ class _Tiles:
         sizes = [(s, n) for s, n in ((slice(0, p), pairs), (slice(p, None), negatives)) if sum(n)]
         return [t if t is None else torch.cat([self.all.gather_rows(t[s], n) for s, n in sizes]) for t in columns]
 
-    def run(self, x: Tensor, y: Tensor, *scales: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    def run(
+        self, differentiated: bool, x: Tensor, y: Tensor, *scales: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Each direction's loss, [1 or 2], and the gradients of all tensors."""
-        block, self.piece, strip, left = (t.get(x.device.type, t["cpu"]) for t in (BLOCK, PIECE, STRIP, KEEP))
+        block, strip, left = (table.get(x.device.type, table["cpu"]) for table in (BLOCK, STRIP, KEEP))
         height, self.strip = (max(least, n // max(len(y), 1)) for least, n in ((ROWS, block), (1, strip)))
         blocks = [slice(i, i + height) for i in range(0, len(x), height)]
         self.x, self.y, self.like = x, y, x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         self.softmaxes = [StreamingSoftmax(self, i > 0, *scales[2 * i :][:2]) for i in range(len(self.weights))]
-        if self.differentiated:
-            self.gradients = [torch.zeros_like(t, dtype=self.like.dtype) for t in (x, y)]
-        at_once = self.differentiated and len(self.weights) == 1 and not self.focal
+        self.gradients = [torch.zeros_like(t, dtype=self.like.dtype) for t in (x, y) if differentiated]
+        at_once = differentiated and len(self.weights) == 1 and not self.focal
         kept: list[Tensor] = []  # products of the first blocks
         for at in blocks:
             products = self._products(at)
@@ -153,27 +146,22 @@ class _Tiles:
             if at_once:
                 self.softmaxes[0].weigh(at, 1 / self.all_pairs)
                 self._differentiate(products, at)
-            elif self.differentiated and left >= 0:
+            elif differentiated and left >= 0:
                 kept.append(products)
         values = torch.stack([softmax.finish() for softmax in self.softmaxes])
-        if not self.differentiated:
-            return values, []
-        for i, at in enumerate(blocks if not at_once else ()):
+        for i, at in enumerate(blocks if differentiated and not at_once else ()):
             self._differentiate(kept[i] if i < len(kept) else self._products(at), at)
         return values, [*self.gradients, *(g for s in self.softmaxes for g in s.scale_gradients())]
 
     def _products(self, at: slice) -> Tensor:
         """Products [k, M] of rows with all columns; those of known positives that are no targets are hidden."""
-        products = self.like.new_empty(len(self.x[at]), len(self.y))
-        for columns, part in zip(self.y.split(self.piece), products.split(self.piece, 1), strict=True):
-            multiply(self.x[at], columns.T, part)
-        if self.lookup is not None and not self.several:
-            products.masked_fill_(self._known(at), HIDDEN)
-        return products
+        products, hides = multiply(self.x[at], self.y.T), self.lookup is not None and not self.several
+        return products.masked_fill_(self._known(at), HIDDEN) if hides else products
 
     def _known(self, rows: slice) -> Tensor:
         """Known positives of rows, bool [k, M], with the pairs if those are targets, too."""
-        known: Tensor = self.lookup(self.numbers[rows], torch.arange(len(self.y), device=self.x.device))
+        assert self.lookup is not None
+        known = self.lookup(self.numbers[rows], torch.arange(len(self.y), device=self.x.device))
         self.own(known, rows).fill_(self.several)
         return known
 

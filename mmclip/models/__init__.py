@@ -1,8 +1,7 @@
 """Models: open_clip's towers and text encoders as raw embeddings, their metadata and exports.
 
-``ClipModel`` has ``Towers``, a transform and a tokenizer; ``TextEncoder`` wraps sentence-transformers. The metadata of a
-trained model (mmclip.json) says how its embeddings are scored. May import config, io, console, similarity and errors.
-Nothing here normalizes, scores or trains.
+``ClipModel`` has ``Towers``, a transform and a tokenizer; ``TextEncoder`` wraps sentence-transformers. The metadata
+(mmclip.json) say how embeddings are scored. Imports config, io and what is below them; nothing here scores or trains.
 """
 
 from mmclip.config.model_config import read_metadata

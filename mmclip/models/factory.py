@@ -1,4 +1,4 @@
-"""CLIP models by name, tag, config or local folder: towers with weights, transforms and tokenizer, built by open_clip."""
+"""CLIP models by name, tag, config or folder, built by open_clip: towers, transforms and tokenizer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def load_clip(model: str, pretrained: str | None = None) -> ClipModel:
         pretrained: An open_clip tag or a checkpoint file.
 
     Raises:
-        UserError: No such model. One line.
+        UserError: No such model.
     """
     path = Path(model)
     name = printable(model)

@@ -1,8 +1,7 @@
 """Text encoders as raw embeddings: any sentence-transformers or transformers model, without its Normalize modules.
 
 A model is a sentence-transformers folder or hub name, a run of ``mmclip train-text``, or a plain transformers folder or
-hub name with ``--pooling``. Weights are float32, and no code that comes with a model runs. A model that mmclip trained
-has ``mmclip.json`` beside ``modules.json``, with the scoring of its embeddings.
+hub name with ``--pooling``. Weights are float32, and no code that comes with a model runs.
 """
 
 from __future__ import annotations
@@ -262,12 +261,9 @@ def text_precision(precision: str, device: torch.device) -> str:
 
 
 def encoding(model: TextEncoder) -> dict[str, Any]:
-    """How texts were encoded, for results.json and mmclip.json: {"removed", "lengths", "prompts"}."""
-    return {
-        "removed": list(model.removed),
-        "lengths": {role: model.length_of(role) for role in ROLES},
-        "prompts": {role: model.prompts.get(role, "") for role in ROLES},
-    }
+    """How texts were encoded, for results.json and mmclip.json."""
+    lengths = {role: model.length_of(role) for role in ROLES}
+    return {"removed": [*model.removed], "lengths": lengths, "prompts": {r: model.prompts.get(r, "") for r in ROLES}}
 
 
 def native_scoring(model: TextEncoder) -> tuple[Exponents, float | None]:

@@ -1,8 +1,8 @@
 """An open_clip model as two towers of raw features, without normalization and without a scale.
 
 Added to open_clip's models: a ``forward`` of raw features (so that gradients flow through DDP and torch.compile), the
-split of a tower into trunk and projection head (so that the outputs of a locked trunk can be cached), image batches that
-travel as bytes, and texts encoded up to the longest of their batch. The last two change features by rounding alone.
+split of a tower into trunk and projection head (so that a locked trunk's outputs can be cached), images as bytes, and
+texts encoded up to the longest of their batch. The last two change features by rounding alone.
 """
 
 from __future__ import annotations

@@ -83,9 +83,8 @@ class Trained:
         """A training step up to its backward pass: the losses."""
         features, rows = self.features(step)
         if exponents is not None:
-            self.loss.similarity.change_exponents(
-                exponents, {s: gather_rows(magnitude(x)) for s, x in features.items()}
-            )
+            norms = {s: gather_rows(magnitude(x)) for s, x in features.items()}
+            self.loss.similarity.change_exponents(exponents, norms)
         ids = mask_from_ids(IMAGE_ID[rows], TEXT_ID[rows])
         out = self.loss(features, ids, negatives, untrained=step % 2 == 0)  # as in training, in some steps only
         out.loss.backward()
@@ -151,9 +150,8 @@ def scheduled_steps() -> Found:
         losses = trained.backward(step, exponents=exponents_at(config, step, STEPS))
         trained.gradients()
         found |= {f"{step} {n}": v for n, v in losses.items()}
-        found |= {
-            f"{step} {n} grad": p.grad.clone() for n, p in trained.named.items() if p.grad is not None and p.grad.any()
-        }
+        moved = {n: p.grad for n, p in trained.named.items() if p.grad is not None and p.grad.any()}
+        found |= {f"{step} {n} grad": gradient.clone() for n, gradient in moved.items()}
         optimizer.step()
         trained.loss.similarity.clamp_logit_scale()
     state = trained.state()
@@ -182,7 +180,7 @@ def plain_gather(rows: Tensor) -> Tensor:
 def faulty(norm: str, own_queries: bool) -> Found:
     """asym-i2t on plainly gathered features: of the whole batch, or of each rank's own queries, the usual fault.
 
-    Own queries are weighted by the rank's share, so that their tower's gradient is right and only the documents' is not.
+    Own queries are weighted by the rank's share, so that their tower's gradient is right, and the documents' is not.
     """
     trained = Trained(Case("asym-i2t", norm, "none").build(gather=False))
     features, rows = trained.features(0)
@@ -229,7 +227,7 @@ def sent(gather: bool) -> float:
 def on_rank(folder: Path) -> dict[str, Any]:
     ranks = world()[1]
     # ranks have different numbers of blocks, and none waits for another's
-    tiled.ROWS, tiled.BLOCK["cpu"], tiled.PIECE["cpu"], tiled.STRIP["cpu"] = 2, 1, 3, 1
+    tiled.ROWS, tiled.BLOCK["cpu"], tiled.STRIP["cpu"] = 2, 1, 1
     found: dict[str, Any] = {"one": {tuple(c): one_step(c, ranks) for c in CASES}}
     found["steps"] = {tuple(c): several_steps(c) for c in STEP_CASES}
     found["scheduled"], found["rows"], found["sent"] = scheduled_steps(), gathered_and_back(), [sent(True), sent(False)]

@@ -69,9 +69,8 @@ def test_lambda_goes_from_the_first_step_to_the_last(start: float, end: float, t
     assert i2t_weight_at(LossConfig(i2t_weight_end=end), 0, total) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
+def test_schedules_that_cannot_be_are_refused_by_the_settings_or_the_steps_of_a_run() -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"gamma_schedule": "switch", "norm": "learned"}, "--norm learned trains its exponents"),
         ({"gamma_schedule": "switch"}, "--gamma-from cosine is --norm itself"),
         ({"gamma_schedule": "switch", "norm": "dot", "gamma_start": 0.0}, "leaves no step before it"),
@@ -81,28 +80,22 @@ def test_lambda_goes_from_the_first_step_to_the_last(start: float, end: float, t
         ({"i2t_weight_end": 0.5, "loss": "asym-i2t"}, "--i2t-weight-end 0.5 needs --loss sym"),
         ({"init_from": "no-run"}, "--init-from no-run: no model there"),
         ({"init_from": "no-run", "pretrained": "openai"}, "--pretrained openai beside --init-from no-run"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_the_settings_alone(flags: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        TrainConfig(**flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
+    ]
+    for flags, message in refused:
+        with pytest.raises(UserError, match=message):
+            TrainConfig(**flags)
+    late: list[tuple[dict[str, Any], str]] = [
         ({"gamma_schedule": "switch", "gamma_start": 20}, "--gamma-start 20: in a run of 20 steps it would never come"),
         ({"gamma_schedule": "anneal", "gamma_start": 0.1, "gamma_end": 30}, "--gamma-end 30: in a run of 20 steps"),
         (
             {"gamma_schedule": "anneal", "gamma_start": 16},
             "--gamma-start 16 is step 16 and --gamma-end 0.75 is step 15",
         ),
-    ],
-)
-def test_steps_that_a_run_does_not_have_are_refused(flags: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        check(LossConfig(norm="dot", **flags), 20)
-    check(LossConfig(norm="dot", **flags), 100)
+    ]
+    for flags, message in late:
+        with pytest.raises(UserError, match=message):
+            check(LossConfig(norm="dot", **flags), 20)
+        check(LossConfig(norm="dot", **flags), 100)
 
 
 def test_metadata_have_the_options_in_use_and_no_others() -> None:

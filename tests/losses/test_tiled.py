@@ -26,7 +26,6 @@ Found = dict[str, Tensor]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "ROWS", 8)
     monkeypatch.setitem(tiled.BLOCK, "cpu", 1)
-    monkeypatch.setitem(tiled.PIECE, "cpu", 10)  # nor are the last columns ten
     monkeypatch.setitem(tiled.STRIP, "cpu", 5 * B)
 
 
@@ -121,14 +120,6 @@ def test_negatives_may_be_known_positives(name: str) -> None:
         assert a["loss"] != without["loss"]
 
 
-def test_a_direction_without_weight_has_its_value_and_no_gradient() -> None:
-    both, alone = (clip_loss("asym-i2t", "learned").double() for _ in range(2))
-    a, b = found(both), found(alone, untrained=False)
-    assert "loss_t2i" in a and "loss_t2i" not in b
-    assert_equal({n: v for n, v in a.items() if n != "loss_t2i"}, b)
-    assert_equal(a, found(clip_loss("asym-i2t", "learned", tiled=False).double()))
-
-
 def test_a_loss_may_be_differentiated_again_and_whole_matrices_have_second_derivatives() -> None:
     x = sides()
     value = clip_loss("sym", "learned").double()(x).loss
@@ -192,9 +183,9 @@ def test_half_precision_stays_on_cuda_with_exact_products_and_is_made_float32_on
 ) -> None:
     types = set()
 
-    def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
         types.add(a.dtype)
-        return torch.mm(a.float(), b.float(), out=out)
+        return torch.mm(a.float(), b.float())
 
     monkeypatch.setattr(tiled, "multiply", multiply)
     monkeypatch.setattr(tiled, "HALF", ("cpu",) if on_cuda else ())

@@ -12,6 +12,9 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense
+from transformers import AutoModel, AutoTokenizer
 
 from mmclip.config import TextModelConfig
 from mmclip.errors import UserError
@@ -58,8 +61,6 @@ def refusal(name: object, **options: Any) -> str:
 
 
 def test_normalize_is_taken_off_and_what_is_left_are_its_raw_vectors(bert: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
     model, kept = load_text_model(str(bert)), load_text_model(str(bert), keep_normalize=True)
     raw = model.encode(TEXTS, "document", batch_size=5)
     stock = torch.from_numpy(SentenceTransformer(str(bert), device="cpu").encode(TEXTS))
@@ -72,8 +73,6 @@ def test_normalize_is_taken_off_and_what_is_left_are_its_raw_vectors(bert: Path)
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 def test_a_plain_folder_is_pooled_as_asked(tmp_path: Path, pooling: str) -> None:
-    from transformers import AutoModel, AutoTokenizer
-
     plain = make_bert(tmp_path / "plain", pooling=None)
     found = load_text_model(str(plain), pooling=pooling).encode(TEXTS, "query")
     tokenizer, network = AutoTokenizer.from_pretrained(plain), AutoModel.from_pretrained(plain).eval()
@@ -115,16 +114,12 @@ def test_prompts_and_lengths_follow_the_role(tmp_path: Path) -> None:
 
 def add_dense(folder: Path) -> None:
     """Transformer, Pooling, Dense, Normalize."""
-    from sentence_transformers.sentence_transformer.modules import Dense
-
     (folder / "9_Dense").mkdir()
     Dense(32, 8).save(str(folder / "9_Dense"))
     insert(folder, 2, "Dense", "9_Dense")
 
 
 def test_only_final_normalize_modules_go(copy: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
     add_dense(copy)
     insert(copy, 2, "Normalize", "")
     insert(copy, 5, "Normalize", "")
@@ -188,8 +183,6 @@ def test_empty_texts_have_a_vector(bert: Path, decoder: Path, tmp_path: Path) ->
 
 
 def test_what_is_saved_is_loaded_by_sentence_transformers_and_by_a_run(bert: Path, tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
     model = load_text_model(str(bert), query_prompt="bal ")
     run = tmp_path / "run"
     for norm, gamma_d, name in (("dnorm", 1.0, "cosine"), ("learned", 0.2, "dot"), ("qnorm", 0.0, "dot")):
@@ -251,9 +244,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def test_a_hub_name_without_a_network_ends_at_once(hub_cache: Path, tmp_path: Path) -> None:
     for name in ("nobody/nothing-there", "a/path/that/is/none", str(tmp_path / "asked")):
-        assert "the hub does not answer" in refusal(name)
-        with pytest.raises(UserError, match="no such folder"):
-            read_text_metadata(name)
+        assert "no such folder" in refusal(name) and "the hub does not answer" in refusal(name)
 
 
 def test_a_hub_name_is_loaded_from_the_cache(hub_cache: Path, bert: Path, tmp_path: Path) -> None:
@@ -277,8 +268,6 @@ def test_a_hub_name_is_loaded_from_the_cache(hub_cache: Path, bert: Path, tmp_pa
 
 
 def test_minilm_vectors_are_stock_ones_before_their_normalize(shared: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
     folder = shared / "models" / "all-MiniLM-L6-v2"
     model = load_text_model(str(folder))
     assert model.removed == ["Normalize"] and model.notes == [] and model.dim == 384
@@ -309,32 +298,25 @@ def test_half_precision_checkpoints_are_float32_and_autocast_is_an_option(copy: 
     torch.testing.assert_close(rough, found, atol=0.2, rtol=0.1)
 
 
-def test_random_weights_follow_the_seed_and_need_no_weights(copy: Path, decoder: Path, tmp_path: Path) -> None:
+def test_random_weights_follow_the_seed_need_no_weights_and_reach_what_follows_the_transformer(
+    copy: Path, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
     first, same, other = (
         load_text_model(str(copy), random_init=True, seed=s).encode(TEXTS, "query") for s in (1, 1, 2)
     )
-    torch.testing.assert_close(first, same, atol=0, rtol=0)
-    assert (first - other).abs().max() > 0.01
+    assert torch.equal(first, same) and (first - other).abs().max() > 0.01
     assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
     (copy / "model.safetensors").unlink()
     bare = load_text_model(str(copy), random_init=True, seed=1)
-    torch.testing.assert_close(bare.encode(TEXTS, "query"), first, atol=0, rtol=0)
+    assert torch.equal(bare.encode(TEXTS, "query"), first)
     assert bare.notes == [] and "cannot be loaded" in refusal(copy)
-
-    plain = make_decoder(tmp_path / "plain", pooling=None)
-    for folder, pooling in ((decoder, None), (plain, "lasttoken")):
+    for folder, pooling in ((decoder, None), (make_decoder(tmp_path / "plain", pooling=None), "lasttoken")):
         a, b = (load_text_model(str(folder), pooling=pooling, random_init=True, seed=s) for s in (1, 2))
         assert (a.encode(TEXTS, "query") - b.encode(TEXTS, "query")).abs().max() > 1e-3
-
-
-def test_random_weights_reach_what_follows_the_transformer(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_dense(copy)
-    first, same, other = (
-        load_text_model(str(copy), random_init=True, seed=s).encoder[2].state_dict() for s in (1, 1, 2)
-    )
-    assert torch.equal(first["linear.weight"], same["linear.weight"])
-    assert not torch.equal(first["linear.weight"], other["linear.weight"])
+    dense = [load_text_model(str(copy), random_init=True, seed=s).encoder[2].linear.weight for s in (1, 1, 2)]
+    assert torch.equal(dense[0], dense[1]) and not torch.equal(dense[0], dense[2])
     monkeypatch.setattr(text_encoder, "hub_answers", lambda name: True)
     assert "--random-init needs a folder" in refusal("org/name", random_init=True)
 
