@@ -20,7 +20,7 @@ from mmclip.study import tables
 from mmclip.study.arms import Arm
 from mmclip.study.estimates import Score, Study, reported
 from mmclip.study.plan import CLIP
-from mmclip.study.tables import MATRICES, StudyTable, load_claims, plain_values
+from mmclip.study.tables import MATRICES, StudyTable, load_claims, plain_values, records_of
 
 Json = dict[str, Any]
 REPRODUCED, NOT, UNDERPOWERED, MISSING = range(4)  # places in an entry's verdicts
@@ -188,7 +188,7 @@ def _useful(case: Case) -> Iterator[Row]:
 def _not_useful(case: Case) -> Iterator[Row]:
     """Whether any arm is useful. That none is shown to be is evidence only where every interval of native less
     sym/cosine's cosine ends below ``little`` of the latter."""
-    rows = [r for r in tables.verdicts(case.study).records if not r["null"] and r["useful"]]
+    rows = [r for r in records_of(tables.verdicts, case.study) if not r["null"] and r["useful"]]
     words, small = [r["useful"] for r in rows], True
     for row in rows:
         baseline = next((a for a in case.study.arms if a.name == row["baseline"]), None)
@@ -204,9 +204,11 @@ def _not_useful(case: Case) -> Iterator[Row]:
 def _both(case: Case) -> Iterator[Row]:
     """Arms that keep both directions, with length learned and useful in a trained one; those that keep most first."""
     useful: dict[str, list[str]] = {}  # by arm, of the directions in which length was learned
-    for row in (r for r in tables.verdicts(case.study).records if not r["null"]):
+    for row in (r for r in records_of(tables.verdicts, case.study) if not r["null"]):
         useful.setdefault(row["arm"], []).extend([row["useful"]] * (row["learned"] == "yes"))
-    rows = [r for r in tables.keeps_both(case.study).records if r["arm"] in useful and r["by_rule"] and not r["null"]]
+    rows = [
+        r for r in records_of(tables.keeps_both, case.study) if r["arm"] in useful and r["by_rule"] and not r["null"]
+    ]
     for row in sorted((r for r in rows if is_number(r["lowest_end"])), key=lambda r: -r["lowest_end"]):
         learned = useful[row["arm"]]
         helps = next((word for word in ("yes", "open") if word in learned), "no")
@@ -218,7 +220,7 @@ def _both(case: Case) -> Iterator[Row]:
 
 def _nulls(case: Case) -> Iterator[Row]:
     """Arms trained on permuted pairs: no verdict may be positive, nor success@1 above chance."""
-    rows = {(r["arm"], r["direction"]): r for r in tables.verdicts(case.study).records if r["null"]}
+    rows = {(r["arm"], r["direction"]): r for r in records_of(tables.verdicts, case.study) if r["null"]}
     for arm, d in ((a, d) for a in case.study.arms if a.permuted for d in a.trained):
         data = next(iter(arm.results().values())).json["data"]
         chance = data.get("chance", {}).get(d, 1 / data["n_images"])
@@ -264,7 +266,7 @@ def _from_half(end: Json) -> float:
 
 def _kappa(case: Case) -> Iterator[Row]:
     """The side of larger (or of smaller) log10 κ against the better of qnorm and dnorm."""
-    for found in kappa_counts(tables.fisher(case.study).records):
+    for found in kappa_counts(records_of(tables.fisher, case.study)):
         place = MISSING if not found["n"] + found["noise"] else UNDERPOWERED
         if found["n"] >= 6:  # 5 agreements of 5 have p = 0.06
             place = REPRODUCED if found["p"] < 0.05 and not found["constant"] else NOT
@@ -296,7 +298,7 @@ def kappa_counts(rows: list[Json]) -> list[Json]:
 
 def _text_kappa(case: Case) -> Iterator[Row]:
     """One case at most, which decides nothing; its κ and its winner are named."""
-    rows = {row["question"]: row for row in tables.text_fisher(case.study).records}
+    rows = {row["question"]: row for row in records_of(tables.text_fisher, case.study)}
     row, titles = rows.get("q2d", {}), rows.get("titles", {})
     found = case.over("qnorm", "dnorm") if {"qnorm", "dnorm"} <= case.family.keys() else NO_SUCH
     if row.get("status") == "determined":

@@ -19,10 +19,10 @@ from mmclip.reporting import figures
 from mmclip.reporting.figures import Picture, Point, Series, write_picture
 from mmclip.reporting.page import page_environment
 from mmclip.reporting.table import is_number, rate
-from mmclip.study.claims import claims
+from mmclip.study.claims import MISSING, claims
 from mmclip.study.estimates import Score, Study
 from mmclip.study.plan import CLIP
-from mmclip.study.tables import DIRECTIONS, KEPT, SCORINGS, TABLES, UP, StudyTable, load_claims
+from mmclip.study.tables import DIRECTIONS, KEPT, SCORINGS, TABLES, UP, StudyTable, load_claims, records_of
 
 Json = dict[str, Any]
 PAGE = "study.html"
@@ -47,7 +47,8 @@ def write_study(study: Study, folder: Path, *, title: str, failed: Sequence[Mapp
     Raises:
         UserError, OSError: something cannot be written.
     """
-    tables = {table.name: table for table in (make(study) for make in (claims, *TABLES[study.kind]))}
+    made = {name: StudyTable.of(study.kind, name, records_of(rows, study)) for name, rows in TABLES[study.kind].items()}
+    tables = {"claims": claims(study)} | made
     columns = ("arm", "seed", "reason")
     failures = StudyTable("failed", "Failed runs", columns, [*map(dict, failed)], "{arm}", columns[1:])
     for part in ("tables", "figures"):
@@ -101,12 +102,14 @@ def _opening(study: Study) -> str:
 
 
 def _answers(study: Study, rows: Sequence[Json]) -> list[Json]:
-    """Verdicts by question, a null result as one: {"kind": "yes", "no" or "open", "ask", "answer"}."""
-    replies = []
-    for question in load_claims(study.kind)["questions"]:
-        mine = [r for r in rows if r["claim"] in question["claims"]]
+    """Verdicts by question that the study has arms for: {"kind": "yes", "no" or "open", "ask", "answer"}."""
+    replies, file = [], load_claims(study.kind)
+    for question in file["questions"]:
+        mine = [r for r in rows if r["claim"] in question["claims"] and r["verdict"] != file["verdicts"][MISSING]]
+        if not mine:
+            continue
         words = [r["verdict"] for r in mine]
-        counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words)) or "no arm for it"
+        counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
         shown = [_number(r) for r in mine] if len(question["claims"]) == 1 else []
         more = f": {'; '.join(filter(None, shown[:2]))}" if any(shown[:2]) else ""
         kind = "no" if "found" in words else "yes" if set(UP) & set(words) else "open"

@@ -19,6 +19,7 @@ from mmclip.console import progress_bar
 from mmclip.errors import UserError, printable
 from mmclip.evaluation.results import NATIVE
 from mmclip.io import write_text_atomically
+from mmclip.reporting.table import rate
 from mmclip.study.arms import read_run
 from mmclip.study.plan import SECONDS_FILE, StudyRun, is_finished, seconds_of
 from mmclip.training.log import METRICS
@@ -185,7 +186,7 @@ def _numbers(run: StudyRun) -> str:
     """A finished run in a few words: the first metric of each data set and direction."""
     sets = read_run(run)[0].items()
     values = [(f"{name} {d}".strip(), r.json["retrieval"][d][NATIVE]) for name, r in sets for d in r.json["retrieval"]]
-    return "  ".join(f"{name} {value[run.kind.metrics[0]]:.3f}" for name, value in values)
+    return "  ".join(f"{name} {rate(value[run.kind.metrics[0]])}" for name, value in values)
 
 
 def _reason(output: Path, code: int) -> str:

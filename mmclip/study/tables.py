@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from typing import Any, Literal
 
 import yaml
@@ -62,7 +62,7 @@ class StudyTable:
 
     @classmethod
     def of(cls, kind: Kind, name: str, records: list[Json]) -> StudyTable:
-        """With the layout in configs/claims."""
+        """Records with their layout in configs/claims."""
         layout = load_claims(kind)["tables"][name]
         shown = [column for part in layout["shown"].split() for column in braceexpand(part)]
         return cls(name, layout["title"], layout["first"].split(), records, layout.get("head", "{arm}"), shown)
@@ -131,21 +131,9 @@ def reasons(found: Mapping[str, Estimate]) -> str:
     return "; ".join(f"{', '.join(of)}: {reason}" for reason, of in names.items())
 
 
-TABLES: dict[Kind, list[Callable[[Study], StudyTable]]] = {CLIP: [], TEXT: []}
-
-
-def table(kind: Kind, name: str = "") -> Any:
-    """Make a function that yields records one that returns their StudyTable, and list it in TABLES."""
-
-    def decorate(rows: Callable[[Study], Iterator[Record]]) -> Callable[[Study], StudyTable]:
-        @wraps(rows)
-        def make(study: Study) -> StudyTable:
-            return StudyTable.of(kind, name or rows.__name__, [plain_values(row) for row in rows(study)])
-
-        TABLES[kind].append(make)
-        return make
-
-    return decorate
+def records_of(rows: Callable[[Study], Iterator[Record]], study: Study) -> list[Json]:
+    """Plain values of a table below."""
+    return [plain_values(row) for row in rows(study)]
 
 
 @cache
@@ -186,7 +174,6 @@ def _group(arm: Arm, without: str) -> Json:
 # --- CLIP -------------------------------------------------------------------------------------------------------------
 
 
-@table(CLIP)
 def frontier(study: Study) -> Iterator[Record]:
     """An arm natively in both directions; and corrected where the direction was not trained, or in both directions of
     an arm that trained both."""
@@ -199,7 +186,6 @@ def frontier(study: Study) -> Iterator[Record]:
         yield row
 
 
-@table(CLIP)
 def table6(study: Study) -> Iterator[Record]:
     """The paper's six configurations first, then every other arm; its numbers beside them, rates as fractions."""
 
@@ -224,7 +210,6 @@ def table6(study: Study) -> Iterator[Record]:
     yield from (row(arm, {}) for arm in rest)
 
 
-@table(CLIP)
 def keeps_both(study: Study) -> Iterator[Record]:
     """Whether both directions keep ``KEPT`` of sym/cosine's native success@1, by the lower ends of paired ratios.
 
@@ -258,7 +243,6 @@ def keeps_both(study: Study) -> Iterator[Record]:
             yield row | {"keeps_both": None if lowest is None else lowest >= KEPT, "reason": reasons(found)}
 
 
-@table(CLIP)
 def verdicts(study: Study) -> Iterator[Record]:
     """Learned and useful in each trained direction of every arm whose documents keep some norm, nulls among them."""
     for arm in study.arms:
@@ -280,7 +264,6 @@ def verdicts(study: Study) -> Iterator[Record]:
             yield row | {"reason": found.get("reason", "")}
 
 
-@table(CLIP)
 def correction(study: Study) -> Iterator[Record]:
     """Gain of the correction over the trained scores read in reverse, and over sym/cosine's native."""
     for arm, d in itertools.product(study.arms, DIRECTIONS):
@@ -296,7 +279,6 @@ def correction(study: Study) -> Iterator[Record]:
         yield row | found | {"reason": reasons(found)}
 
 
-@table(CLIP)
 def matrix(study: Study) -> Iterator[Record]:
     """success@1: trained with, down; scored with, across."""
     for arm, d in itertools.product(study.arms, DIRECTIONS):
@@ -304,7 +286,6 @@ def matrix(study: Study) -> Iterator[Record]:
         yield row | {s: study.spread(Score(arm, d, s)) for s in SCORINGS}
 
 
-@table(CLIP)
 def gamma(study: Study) -> Iterator[Record]:
     """γ at every logged step of the arms in which it moves."""
     for arm in study.arms:
@@ -315,7 +296,6 @@ def gamma(study: Study) -> Iterator[Record]:
                     yield {"arm": arm.name, "seed": seed} | {k: r[k] for k in ("step", "gamma_q", "gamma_d")}
 
 
-@table(CLIP)
 def cv(study: Study) -> Iterator[Record]:
     """CV of either side's norms."""
     for arm in study.arms:
@@ -323,7 +303,6 @@ def cv(study: Study) -> Iterator[Record]:
         yield settings_of(arm) | {"n_seeds": len(arm.seeds)} | found
 
 
-@table(CLIP)
 def delta_cv(study: Study) -> Iterator[Record]:
     """The paper's ΔCV = CV(dnorm-trained) / CV(dot-trained) on the query's side, seed by seed, wherever both exist."""
     for dnorm in (arm for arm in study.arms if arm.settings["norm"] == "dnorm"):
@@ -336,7 +315,6 @@ def delta_cv(study: Study) -> Iterator[Record]:
             yield row | {"dnorm_arm": dnorm.name, "dot_arm": dot.name, "n_seeds": found.n, "delta_cv": found}
 
 
-@table(CLIP)
 def pretrained(study: Study) -> Iterator[Record]:
     """Arms that start from trained weights: against the same setting from their model's own start, and what zero-shot
     classification loses by the training, seed by seed."""
@@ -369,7 +347,6 @@ def _before(study: Study, arm: Arm, seed: int, path: str) -> float | None:
     return at(source.json, path) if value is None and source else value
 
 
-@table(CLIP)
 def fractions(study: Study) -> Iterator[Record]:
     """success@1 by the share of the training data, for settings that were trained on several."""
     groups: dict[str, list[Arm]] = {}
@@ -384,7 +361,6 @@ def fractions(study: Study) -> Iterator[Record]:
             yield row | {"success@1_lo": found.lo, "success@1_hi": found.hi}
 
 
-@table(CLIP)
 def fisher(study: Study) -> Iterator[Record]:
     """κ of a trained direction and seed, and which of qnorm and dnorm won.
 
@@ -418,7 +394,6 @@ def kappas(arm: Arm, direction: str, seed: int) -> tuple[dict[str, float], str]:
     return found, "" if found else why or "start.json holds no κ of this direction"
 
 
-@table(CLIP)
 def cells(study: Study) -> Iterator[Record]:
     """Every run."""
     for arm in study.arms:
@@ -445,7 +420,6 @@ def cells(study: Study) -> Iterator[Record]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@table(TEXT)
 def differences(study: Study) -> Iterator[Record]:
     """Every other norm less its cosine arm's native, natively and by cosine scoring, paired over queries and seeds."""
     for family, data in itertools.product(study.families(), study.data):
@@ -460,7 +434,6 @@ def differences(study: Study) -> Iterator[Record]:
             yield row | {f"{m}_smallest": e.smallest for m, e in found.items()} | {"reason": reasons(found)}
 
 
-@table(TEXT)
 def retrieval(study: Study) -> Iterator[Record]:
     """Every arm natively and by cosine on each data set: means and ranges over seeds, intervals over queries and seeds;
     before them the untrained model, whose intervals are over queries."""
@@ -490,7 +463,6 @@ def _untrained(study: Study, data: str, scoring: str) -> Record:
     return row | {"reason": "no run measured this data set before training"}
 
 
-@table(TEXT)
 def magnitude(study: Study) -> Iterator[Record]:
     """Norms of every arm on every data set: d of the documents', CV of both sides, norm and relevance count, γ."""
     for data, arm in ((data, a) for data in study.data for a in study.arms if data in a.runs):
@@ -505,7 +477,6 @@ def magnitude(study: Study) -> Iterator[Record]:
         yield row | {"reason": reasons({"d_corpus": corpus, "relevance_count": count})}
 
 
-@table(TEXT, "delta_cv")
 def text_delta_cv(study: Study) -> Iterator[Record]:
     """CV of query norms trained with dnorm over that with dot."""
     for family, data in itertools.product(study.families(), study.data):
@@ -514,7 +485,6 @@ def text_delta_cv(study: Study) -> Iterator[Record]:
         yield row | {"delta_cv_smallest": found.smallest, "reason": found.reason}
 
 
-@table(TEXT, "fisher")
 def text_fisher(study: Study) -> Iterator[Record]:
     """κ of the training's queries, and of titles as queries."""
     start = next(_starts(study), {})
@@ -533,7 +503,6 @@ def text_fisher(study: Study) -> Iterator[Record]:
         yield row | {"reason": section.get("reason") or ""}
 
 
-@table(TEXT)
 def runs(study: Study) -> Iterator[Record]:
     """Every run: its native numbers by data set, γ at the end, effective scale, seconds."""
     for arm, seed in ((a, seed) for a in study.arms for seed in a.seeds):
@@ -543,3 +512,26 @@ def runs(study: Study) -> Iterator[Record]:
             row |= {g: at(run.json, f"evaluation native {g}") for g in ("gamma_q", "gamma_d")}
             row[f"effective_scale_{data}"] = at(run.json, "diagnostics q2d scale effective_scale")
         yield row
+
+
+Rows = Callable[[Study], Iterator[Record]]
+_CLIP = (
+    frontier,
+    table6,
+    keeps_both,
+    verdicts,
+    correction,
+    matrix,
+    gamma,
+    cv,
+    delta_cv,
+    pretrained,
+    fractions,
+    fisher,
+    cells,
+)
+_TEXT: dict[str, Rows] = {"delta_cv": text_delta_cv, "fisher": text_fisher, "runs": runs}
+TABLES: dict[Kind, dict[str, Rows]] = {
+    CLIP: {rows.__name__: rows for rows in _CLIP},
+    TEXT: {rows.__name__: rows for rows in (differences, retrieval, magnitude)} | _TEXT,
+}

@@ -337,7 +337,7 @@ def test_a_text_study_trains_each_run_once_and_writes_its_page(
     assert study(settings, script) == 0
     said = capsys.readouterr()
     assert "is best with" in said.out and "page: " in said.out and len(said.out.splitlines()) <= 10
-    assert "[4/4]" in said.err and f"{INSIDE} q2d 0." in said.err
+    assert "[4/4]" in said.err and f"{INSIDE} q2d ." in said.err
     measured = [["cosine", "3", "True"], ["cosine", "4", "False"], ["dot", "3", "False"], ["dot", "4", "False"]]
     assert sorted([x[1], x[2], x[5]] for x in starts(tmp_path)) == measured
     folder = tmp_path / "logs" / "s"

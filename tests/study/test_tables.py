@@ -17,7 +17,7 @@ from mmclip.study import tables
 from mmclip.study.claims import kappa_counts
 from mmclip.study.estimates import Score, Study
 from mmclip.study.plan import CLIP, TEXT
-from mmclip.study.tables import StudyTable, load_claims, plain_values, reasons
+from mmclip.study.tables import StudyTable, load_claims, plain_values, reasons, records_of
 from tests.helpers.studying import (
     INSIDE,
     OUTSIDE,
@@ -104,7 +104,7 @@ def test_cells_follow_the_names_of_columns() -> None:
 
 
 def test_every_run_is_a_cell_with_its_numbers(study: Study) -> None:
-    rows = tables.cells(study).records
+    rows = records_of(tables.cells, study)
     assert len(rows) == 22
     row, results = of(rows, arm="half", seed=1), arm_of(study, "half").results()[1].json
     assert row["success@5_native_i2t"] == results["retrieval"]["i2t"]["native"]["success@5"]
@@ -117,7 +117,7 @@ def test_every_run_is_a_cell_with_its_numbers(study: Study) -> None:
 
 
 def test_table_6_has_the_papers_rows_first_and_its_numbers_beside_ours(study: Study) -> None:
-    rows = tables.table6(study).records
+    rows = records_of(tables.table6, study)
     assert [row["paper_config"] for row in rows[:6]] == [paper["name"] for paper in load_claims(CLIP)["table6"]]
     row = of(rows, paper_config="TxtNorm-T2I")
     assert (row["arm"], row["paper_d_text"], row["paper_R@1_cosine_i2t"]) == ("asym-t2i qnorm", 10.89, 0.019)
@@ -133,7 +133,7 @@ def test_table_6_has_the_papers_rows_first_and_its_numbers_beside_ours(study: St
 
 
 def test_a_frontier_point_is_corrected_where_the_direction_was_not_trained(study: Study) -> None:
-    rows = tables.frontier(study).records
+    rows = records_of(tables.frontier, study)
     native, corrected = (of(rows, arm="asym-t2i qnorm", point=p) for p in ("native", "corrected"))
     assert (corrected["i2t_scoring"], corrected["t2i_scoring"]) == ("corrected", "native")
     assert corrected["t2i_mean"] == native["t2i_mean"] and corrected["i2t_mean"] != native["i2t_mean"]
@@ -143,12 +143,12 @@ def test_a_frontier_point_is_corrected_where_the_direction_was_not_trained(study
 
 
 def test_describing_tables_are_of_the_arms_that_they_are_about(study: Study) -> None:
-    for row in tables.matrix(study).records:
+    for row in records_of(tables.matrix, study):
         assert row["cosine_mean"] == row["dnorm_mean"] and row["dot_mean"] == row["qnorm_mean"]
-    rows = tables.gamma(study).records
+    rows = records_of(tables.gamma, study)
     assert {row["arm"] for row in rows} == {"learned"}
     assert [(row["step"], row["gamma_q"]) for row in rows if row["seed"] == 1] == [(10, 0.6), (20, 0.7), (30, 0.8)]
-    (row,) = tables.delta_cv(study).records
+    (row,) = records_of(tables.delta_cv, study)
     assert (row["direction"], row["query_side"], row["n_seeds"]) == ("t2i", "text", 2)
     cvs = [
         [arm_of(study, f"asym-t2i {n}").results()[s].json["magnitude"]["text"]["cv"] for s in (0, 1)]
@@ -156,7 +156,7 @@ def test_describing_tables_are_of_the_arms_that_they_are_about(study: Study) -> 
     ]
     ratios = np.divide(*cvs)
     assert (row["delta_cv_mean"], row["delta_cv_sd"]) == pytest.approx((ratios.mean(), ratios.std(ddof=1)))
-    settings = {(row["setting"], row["arm"], row["train_fraction"]) for row in tables.fractions(study).records}
+    settings = {(row["setting"], row["arm"], row["train_fraction"]) for row in records_of(tables.fractions, study)}
     assert settings == {("asym-t2i qnorm", "asym-t2i qnorm", 1.0), ("asym-t2i qnorm", "half", 0.5)}
 
 
@@ -164,17 +164,17 @@ def test_a_study_of_nothing_and_of_one_seed_has_its_tables() -> None:
     for arms in ([], [planted_arm(seeds=(3,), logs=False)], [dataclasses.replace(planted_arm(seeds=(0,)), runs={})]):
         part = Study(arms)
         made = [tables.cells, tables.frontier, tables.matrix, tables.cv, tables.gamma]
-        assert [len(make(part).records) for make in made] == [len(part.arms) * n for n in (1, 2, 2, 1, 0)]
-        assert len(tables.table6(part).records) == 6
+        assert [len(records_of(make, part)) for make in made] == [len(part.arms) * n for n in (1, 2, 2, 1, 0)]
+        assert len(records_of(tables.table6, part)) == 6
     arms = [planted_arm(seeds=(4,), noise=1.8), planted_arm(loss="asym-i2t", norm="qnorm", seeds=(4,), noise=1.8)]
-    row = tables.cv(Study(arms)).records[0]
+    row = records_of(tables.cv, Study(arms))[0]
     assert row["cv_image_sd"] is None and row["cv_image_mean"] > 0
-    row = tables.keeps_both(Study(arms, resamples=100)).records[-1]
+    row = records_of(tables.keeps_both, Study(arms, resamples=100))[-1]
     assert row["n_seeds"] == 1 and row["t2i_ratio_to_native_lo"] < row["t2i_ratio_to_native_hi"]
 
 
 def test_verdicts_have_their_numbers_and_the_null_is_clean(study: Study) -> None:
-    rows = tables.verdicts(study).records
+    rows = records_of(tables.verdicts, study)
     assert {"asym-t2i qnorm", "tuned", "null"} <= {row["arm"] for row in rows} and len(rows) == 7
     row = of(rows, arm="asym-t2i qnorm")
     assert (row["learned"], row["useful"], row["null"], row["n_seeds"]) == ("yes", "yes", False, 2)
@@ -186,7 +186,7 @@ def test_verdicts_have_their_numbers_and_the_null_is_clean(study: Study) -> None
 
 
 def test_the_corrections_gain_is_where_a_direction_was_read_backwards(study: Study) -> None:
-    rows = tables.correction(study).records
+    rows = records_of(tables.correction, study)
     directions = [[row["direction"] for row in rows if row["arm"] == name] for name in ("asym-t2i qnorm", "sym cosine")]
     assert directions == [["i2t"], ["i2t", "t2i"]]
     row, arm = of(rows, arm="asym-t2i qnorm"), arm_of(study, "asym-t2i qnorm")
@@ -196,7 +196,7 @@ def test_the_corrections_gain_is_where_a_direction_was_read_backwards(study: Stu
 
 
 def test_what_is_served_is_a_rule(study: Study) -> None:
-    rows = tables.keeps_both(study).records
+    rows = records_of(tables.keeps_both, study)
     decides = of(rows, arm="asym-t2i qnorm", by_rule=True)
     assert (decides["i2t_scoring"], decides["t2i_scoring"]) == ("corrected", "native")
     by_rule = [row["served"] for row in rows if row["arm"] == "sym cosine" and row["by_rule"]]
@@ -213,16 +213,16 @@ def test_what_is_served_is_a_rule(study: Study) -> None:
 
 def test_without_a_baseline_there_is_a_reason_and_no_answer() -> None:
     alone = Study([planted_arm(loss="asym-i2t", norm="qnorm")], resamples=30)
-    for row in tables.keeps_both(alone).records:
+    for row in records_of(tables.keeps_both, alone):
         assert row["keeps_both"] is None and row["i2t_ratio_to_native"] is None and "no baseline" in row["reason"]
-    (row,) = tables.verdicts(alone).records
+    (row,) = records_of(tables.verdicts, alone)
     assert row["learned"] == row["useful"] == "" and "no control" in row["reason"]
-    (row,) = tables.correction(alone).records
+    (row,) = records_of(tables.correction, alone)
     assert row["corrected_minus_reversed"] is not None and "no baseline" in row["reason"]
 
 
 def test_forgetting_is_paired_by_seed(study: Study) -> None:
-    (row,) = tables.pretrained(study).records
+    (row,) = records_of(tables.pretrained, study)
     assert (row["arm"], row["initial"], row["from_random"]) == ("tuned", "sym cosine", "asym-t2i qnorm")
     assert row["zero_shot_change_native_mean"] == pytest.approx(-0.1)
     assert row["zero_shot_change_native_sd"] == pytest.approx(0, abs=1e-12) and row["zero_shot_native_n"] == 2
@@ -231,7 +231,7 @@ def test_forgetting_is_paired_by_seed(study: Study) -> None:
 
 
 def test_kappa_stands_beside_the_winner(study: Study) -> None:
-    rows = [row for row in tables.fisher(study).records if row["train_fraction"] == 1]
+    rows = [row for row in records_of(tables.fisher, study) if row["train_fraction"] == 1]
     assert [(row["direction"], row["seed"], row["winner"]) for row in rows] == [
         ("t2i", 0, "qnorm"),
         ("t2i", 1, "qnorm"),
@@ -243,7 +243,7 @@ def test_kappa_stands_beside_the_winner(study: Study) -> None:
     undetermined = {"fisher": {"t2i": {"status": "undetermined", "reason": "9 matched pairs"}}}
     for starts, words in (({}, "nothing was measured"), ({0: undetermined}, "9 matched"), ({0: {"x": 1}}, "no κ")):
         arms = [planted_arm(loss="asym-t2i", norm=n, seeds=(0,), starts=starts) for n in ("qnorm", "dnorm")]
-        (row,) = tables.fisher(Study(arms, resamples=30)).records
+        (row,) = records_of(tables.fisher, Study(arms, resamples=30))
         assert row["log10_kappa_query_raw"] is None and words in row["reason"]
 
 
@@ -270,7 +270,7 @@ def text() -> Study:
 
 
 def test_retrieval_has_means_ranges_and_the_untrained_model(text: Study) -> None:
-    rows = tables.retrieval(text).records
+    rows = records_of(tables.retrieval, text)
     for data, scoring in ((data, s) for data in (INSIDE, OUTSIDE) for s in ("native", "cosine")):
         row = of(rows, data=data, arm="q2d dot", scoring=scoring)
         runs = [text.arms[1].runs[data][s].json["retrieval"]["q2d"][scoring] for s in (0, 1)]
@@ -282,11 +282,11 @@ def test_retrieval_has_means_ranges_and_the_untrained_model(text: Study) -> None
     lacking = of(rows, data=OUTSIDE, arm="untrained", scoring="cosine")
     assert lacking["reason"] == "no run measured this data set before training" and "ndcg@10" not in lacking
     both = Study([text_arm("cosine", starts={0: text_start(UNDETERMINED, other=True)})], TEXT, resamples=50)
-    assert of(tables.retrieval(both).records, data=OUTSIDE, arm="untrained", scoring="cosine")["mrr@10"] == 0.25
+    assert of(records_of(tables.retrieval, both), data=OUTSIDE, arm="untrained", scoring="cosine")["mrr@10"] == 0.25
 
 
 def test_differences_are_to_the_cosine_arm_natively_and_by_cosine(text: Study) -> None:
-    rows = tables.differences(text).records
+    rows = records_of(tables.differences, text)
     assert len(rows) == 4
     row = of(rows, data=INSIDE, scoring="cosine")
     cosine, dot = ([run.json["retrieval"]["q2d"] for run in a.runs[INSIDE].values()] for a in text.arms)
@@ -296,31 +296,30 @@ def test_differences_are_to_the_cosine_arm_natively_and_by_cosine(text: Study) -
 
 
 def test_norms_and_runs_are_the_runs_own(text: Study) -> None:
-    row = of(tables.magnitude(text).records, data=OUTSIDE, arm="q2d dot")
+    row = of(records_of(tables.magnitude, text), data=OUTSIDE, arm="q2d dot")
     runs = [text.arms[1].runs[OUTSIDE][s].json for s in (0, 1)]
     assert row["cv_query_mean"] == pytest.approx(np.mean([r["magnitude"]["query"]["cv"] for r in runs]))
     topk = [r["magnitude"]["document"]["cohens_d"]["topk"]["value"] for r in runs]
     assert (row["d_topk_mean"], row["d_topk_sd"]) == pytest.approx((np.mean(topk), np.std(topk, ddof=1)))
     assert (row["gamma_q_mean"], row["gamma_d_sd"]) == (0, 0) and row["seconds_mean"] == 9.5
     assert row["effective_scale_mean"] > 0 and row["d_corpus_lo"] > 0
-    rows = tables.runs(text).records
+    rows = records_of(tables.runs, text)
     assert [(r["arm"], r["seed"]) for r in rows] == [(f"q2d {n}", s) for n in ("cosine", "dot") for s in (0, 1)]
     assert rows[3][f"ndcg@10_{OUTSIDE}"] == runs[1]["retrieval"]["q2d"]["native"]["ndcg@10"]
 
 
 def test_what_text_lacks_has_a_reason(text: Study) -> None:
-    rows = tables.text_fisher(text).records
+    rows = records_of(tables.text_fisher, text)
     assert of(rows, question="q2d")["reason"] == "565 matched pairs, 1536 needed"
     assert of(rows, question="titles")["status"] == "not measured"
     measured = Study([text_arm("cosine", starts={0: text_start(kappa_section((2.5, 1, 2.5, 1)))})], TEXT)
-    row = of(tables.text_fisher(measured).records, question="q2d")
+    row = of(records_of(tables.text_fisher, measured), question="q2d")
     found = (row["log10_kappa_document_raw"], row["log10_kappa_document_raw_hi"], row["reason"])
-    assert found == (2.5, 2.6, "") and tables.text_fisher(Study([], TEXT)).records == []
-    rows = tables.text_delta_cv(text).records
+    assert found == (2.5, 2.6, "") and records_of(tables.text_fisher, Study([], TEXT)) == []
+    rows = records_of(tables.text_delta_cv, text)
     assert [r["reason"] for r in rows] == ["no dnorm arm beside a dot arm"] * 2 and rows[0]["delta_cv"] is None
 
 
 def test_every_layout_is_a_tables(tmp_path: Path) -> None:
     for kind in (CLIP, TEXT):
-        names = {make(Study([], kind)).name for make in tables.TABLES[kind]}
-        assert {*names, "claims"} == set(load_claims(kind)["tables"])
+        assert {*tables.TABLES[kind], "claims"} == set(load_claims(kind)["tables"])
