@@ -60,8 +60,8 @@ def run(settings: StsConfig) -> Json:
         UNTRAINED: before,
     }
     if train is not None:
-        key = {"pairs": train.fingerprint(), "evaluation": held.fingerprint()}
-        report["train"] = {**_about(train, settings), "label": f"score / {train.top:g}", "sha256": key}
+        report["train"] = _about(train, settings) | {"label": f"score / {train.top:g}"}
+        report["train"]["sha256"] = {"pairs": train.fingerprint(), "evaluation": held.fingerprint()}
         runs = _train_all(model, train, held, vectors, bootstrap, settings, folder / RUNS)
         report["norms"] = _over_seeds(runs, before["scorings"], scores, bootstrap)
         report["runs"] = [{k: v for k, v in run.items() if k != "scores"} for run in runs]
@@ -94,10 +94,8 @@ def _about(pairs: StsPairs, settings: StsConfig) -> Json:
 
 def _encode(model: TextEncoder, pairs: StsPairs, settings: StsConfig) -> Vectors:
     """Raw vectors of both sides, [P, D] each, in float64: ties are then real ones."""
-    first, second = (
-        model.encode(side, role, settings.encode_batch_size, progress=False).double()
-        for side, role in ((pairs.first, "query"), (pairs.second, "document"))
-    )
+    batch, sides = settings.encode_batch_size, ((pairs.first, "query"), (pairs.second, "document"))
+    first, second = (model.encode(side, role, batch, progress=False).double() for side, role in sides)
     return first, second
 
 

@@ -339,9 +339,8 @@ def run_trial(
 def encode(settings: AdviseConfig, folder: Path) -> tuple[Matched, Matched | None, Json]:
     """Embeddings of the training split, from the folder's file where it has them (UserError).
 
-    Returns:
-        (the split; titles as queries of their own texts, a stand-in for kappa where the split has too few pairs;
-        {"model", "data", "notes"} of advise.json).
+    Returns (the split; titles as queries of their own texts, a stand-in for kappa where the split has too few pairs;
+    {"model", "data", "notes"} of advise.json).
     """
     return (_encode_text if settings.kind == "text" else _encode_clip)(settings, folder)
 
@@ -359,8 +358,8 @@ def _encode_text(settings: AdviseConfig, folder: Path) -> tuple[Matched, Matched
     rows = hashlib.sha256(b"|".join(r.astype("<i8").tobytes() for r in (queries, documents, titled))).hexdigest()
     key = {"model": weights_key(model.encoder)[:16], "data": data.fingerprint(), "rows": rows}
     texts = {
-        "first": ("query", [data.queries[r] for r in queries]),
-        "second": ("document", [data.documents[r] for r in documents]),
+        "query": ("query", [data.queries[r] for r in queries]),
+        "document": ("document", [data.documents[r] for r in documents]),
         "titles": ("query", [data.titles[r] for r in titled]),
         "texts": ("document", [data.documents[r][len(data.titles[r]) :].strip() for r in titled]),
     }
@@ -376,9 +375,14 @@ def _encode_text(settings: AdviseConfig, folder: Path) -> tuple[Matched, Matched
     pairs = np.column_stack(
         [np.searchsorted(r, p) for r, p in zip((queries, documents), data.pairs[kept].T, strict=True)]
     )
-    matched = _text_sides(arrays["first"], arrays["second"], pairs, data.gains[kept])
-    itself = np.arange(len(titled))[:, None].repeat(2, axis=1)
-    stand_in = _text_sides(arrays["titles"], arrays["texts"], itself, np.ones(len(titled))) if len(titled) else None
+    vectors = {name: torch.from_numpy(x) for name, x in arrays.items()}
+    matched = Matched({side: vectors[side] for side in SIDES}, pairs, data.gains[kept], scale=TEXT_SCALE)
+    stand_in = None
+    if len(titled):
+        sides = {"query": vectors["titles"], "document": vectors["texts"]}
+        stand_in = Matched(
+            sides, np.arange(len(titled)).repeat(2).reshape(-1, 2), np.ones(len(titled)), scale=TEXT_SCALE
+        )
     trained = model.metadata.get("data")
     source = (trained.get("split"), trained.get("path")) if isinstance(trained, dict) else (None, None)
     if source[0] == split and Path(str(source[1])).resolve() == Path(str(settings.data)).resolve():
@@ -391,11 +395,6 @@ def _encode_text(settings: AdviseConfig, folder: Path) -> tuple[Matched, Matched
     described = {"name": settings.model, "key": key["model"], "dim": model.dim, "removed": model.removed}
     described["document_length"] = model.length_of("document")
     return matched, stand_in, {"model": described, "data": about, "notes": notes}
-
-
-def _text_sides(query: Array, document: Array, pairs: Array, gains: Array) -> Matched:
-    sides = {"query": torch.from_numpy(query), "document": torch.from_numpy(document)}
-    return Matched(sides, pairs, gains, scale=TEXT_SCALE)
 
 
 def text_split(root: Path, split: str | None) -> tuple[str, bool]:
@@ -478,10 +477,7 @@ def _cached(folder: Path, key: Json, compute: Callable[[], Iterator[tuple[str, A
 def show(report: Json) -> None:
     """Print the answer, a table for each direction, then the evidence that took no part."""
     console = make_console()
-    first, *rest = answer_lines(report)
-    console.print(Text.assemble("answer    ", (first, "bold")))
-    for line in rest:
-        console.print(Text(line))
+    console.print(*map(Text, answer_lines(report)), sep="\n")
     columns = ["norm", "native", "minus\ncosine", "minus\ncontrol", "by norm\nown head", "detectable"]
     for direction, section in report["sections"].items():
         if not section["norms"]:
@@ -502,7 +498,7 @@ def show(report: Json) -> None:
 def answer_lines(report: Json) -> list[str]:
     """The answer, why, how sure, and what it cannot be told from."""
     best, target = report["answer"], report["direction"]
-    lines = [f"{best if best == CANNOT_TELL else f'train with --norm {best}'} ({target})"]
+    lines = [f"answer    {best if best == CANNOT_TELL else f'train with --norm {best}'} ({target})"]
     lines.append(f"because   {report['because']}")
     if report["sure"] is not None:
         what = "no other norm gains the margin" if best == "cosine" else f"{best} is above cosine"
@@ -511,9 +507,7 @@ def answer_lines(report: Json) -> list[str]:
         lines.append(f"within noise of it: {', '.join(report['ties'])}")
     trained = report["sections"][target]["norms"].get(best, {}).get("trained")
     if trained is not None and trained["ci"][0] <= 0:
-        lines.append(
-            f"beside it  a cosine-trained head ranked by dot may gain as much: trained norms add {ranged(trained)}"
-        )
+        lines.append(f"beside it a cosine head ranked by dot may gain as much: trained norms add {ranged(trained)}")
     each = [f"{d} {section['answer']}" for d, section in report["sections"].items() if d != target]
     return lines + ([f"by direction: {', '.join(each)}"] if each else [])
 

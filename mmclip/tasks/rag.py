@@ -118,8 +118,7 @@ def first_line(text: str) -> str:
 def read_template(path: str | None, default: str, fields: Sequence[str], flag: str) -> str:
     """Read a prompt with fields, as Python's format strings have them ({{ and }} are braces), or take ``default``.
 
-    Raises:
-        UserError: No such text, a field is missing or not one of ``fields``, or a brace stands alone.
+    UserError for no text, a field that is missing or not one of ``fields``, and a brace that stands alone.
     """
     where = flag if path is None else f"{flag} {printable(path)}"
     valid, twice = " and ".join(f"{{{f}}}" for f in fields), "a brace that belongs to the text is written twice"
@@ -239,11 +238,7 @@ class Reader:
         self._special = re.compile("|".join(map(re.escape, longest_first))) if special else None
 
     def prompt(self, question: str, documents: Sequence[str] | None) -> Prompt:
-        """The prompt of a question, with documents or (None) without; the last documents are cut until it fits.
-
-        Raises:
-            UserError: Question and instruction alone are too long.
-        """
+        """The prompt of a question, with documents, cut from the last one until it fits, or (None) without (UserError)."""
         template = self.closed if documents is None else self.template
 
         def write(kept: Sequence[str]) -> str:
@@ -280,16 +275,13 @@ class Reader:
                 f"{len(missing)} weights are not in its files, the first {printable(missing[0], 80)}: no "
                 f"{self.metadata['kind']} model, or a damaged one"
             )
-        own, end = model.generation_config, self.tokenizer.eos_token_id
-        model.generation_config = GenerationConfig(
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=self.max_new_tokens,
-            bos_token_id=own.bos_token_id,
-            eos_token_id=end if own.eos_token_id is None else own.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-            decoder_start_token_id=own.decoder_start_token_id,
-        )
+        names = ("bos_token_id", "eos_token_id", "decoder_start_token_id")
+        ids = {name: getattr(model.generation_config, name) for name in names}
+        ids |= {"pad_token_id": self.tokenizer.pad_token_id}
+        if ids["eos_token_id"] is None:
+            ids["eos_token_id"] = self.tokenizer.eos_token_id
+        greedy = {"do_sample": False, "num_beams": 1, "max_new_tokens": self.max_new_tokens}
+        model.generation_config = GenerationConfig(**greedy, **ids)
         return model.to(self.device).eval()
 
     def _load(self, kind: Any, **options: Any) -> Any:

@@ -46,6 +46,7 @@ from mmclip.training.optimizer import cosine_factor, set_learning_rate, warmup_s
 SCORE_NAMES = ("score", "label", "similarity")  # the benchmark's file, GLUE on the hub, others
 SENTENCES = ("sentence1", "sentence2")
 FEWEST = 3  # pairs that have a rank correlation worth the name
+Q2D = Direction.Q2D
 BLOCK = 256  # pairs whose scores are the diagonal of one call of the similarity
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -54,13 +55,7 @@ Vectors = tuple[Tensor, Tensor]  # raw embeddings [P, D] of sentence1 and of sen
 
 @dataclass
 class StsPairs:
-    """P scored pairs in the file's order.
-
-    Attributes:
-        first, second: P sentences each.
-        scores: [P] as the file has them.
-        notes: Warnings for the user.
-    """
+    """P sentence pairs in the file's order with their scores [P], and ``notes`` for the user."""
 
     path: str
     first: list[str]
@@ -92,12 +87,12 @@ class StsPairs:
         return next((limit for limit in (1.0, 5.0) if top <= limit), top)
 
     def take(self, rows: Array, what: str) -> StsPairs:
-        """The pairs of some rows; ``what`` names them in a UserError where there is no order in them."""
+        """The pairs of some rows, checked; ``what`` names them."""
         first, second = ([side[i] for i in rows] for side in (self.first, self.second))
         return StsPairs(self.path, first, second, self.scores[rows]).checked(what)
 
     def checked(self, what: str) -> StsPairs:
-        """Itself; UserError for fewer than 3 pairs, or one score for all."""
+        """Itself; UserError where there is no order: fewer than 3 pairs, or one score for all."""
         if len(self) < FEWEST:
             raise UserError(f"{what}: {len(self)} pair{'s' * (len(self) != 1)}; at least {FEWEST} are needed")
         if np.ptp(self.scores) == 0:
@@ -170,7 +165,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def sentence_groups(first: list[str], second: list[str]) -> Array:
-    """Group of each pair, [P] int64: pairs that share a sentence (but for case and spaces) are in one group.
+    """Group of each pair, [P]: those that share a sentence, but for case and spaces, are in one.
 
     >>> sentence_groups(["a", "c", "E"], ["b", "d", "B"]).tolist()
     [0, 1, 0]
@@ -224,8 +219,7 @@ def spearman(x: Array, y: Array) -> float | None:
 class PairBootstrap:
     """Spearman with gold scores [P] over bootstrap samples of groups of pairs [P], the same samples for all scorings.
 
-    A sample draws as many groups as there are, with replacement, takes all pairs of each (metrics.cluster_counts), and
-    is ranked anew; a pair that was drawn n times is n tied pairs.
+    A sample has all pairs of each drawn group and is ranked anew; a pair that was drawn n times is n tied pairs.
     """
 
     def __init__(self, gold: Array, groups: Array, *, resamples: int = metrics.RESAMPLES, seed: int = 0) -> None:
@@ -247,9 +241,7 @@ class PairBootstrap:
 
 
 def _centred_ranks(x: Array, times: Array) -> Array:
-    """Ranks of x [P] in samples that hold each value times [b, P] often, ties sharing their mean: [b, P].
-
-    In each sample of mean 0 and norm 1; NaN where all values of a sample are one.
+    """Ranks [b, P] of x [P] in samples with each value times [b, P] often, of mean 0 and norm 1 (NaN: one value).
 
     >>> _centred_ranks(np.array([1.0, 9.0, 2.0]), np.array([[1.0, 1.0, 0.0]])).round(2)[0, :2]
     array([-0.71,  0.71])
@@ -286,7 +278,7 @@ def evaluate_sts(vectors: Vectors, native: Exponents, bootstrap: PairBootstrap) 
         report[name] = numbers | {"symmetry": spearman(forward, back), "exchanged": spearman(back, gold)}
     sides = {"sentence1": first, "sentence2": second, "both": torch.cat([first, second])}
     norms = {side: summary(_numbers(magnitude(x))) for side, x in sides.items()}
-    cosines = {"mean": float(scores["cosine"].mean()), "std": float(scores["cosine"].std(ddof=1))}
+    cosines = {k: summary(scores["cosine"])[k] for k in ("mean", "std")}
     return {"n_pairs": len(gold), "scorings": report, "lengths": norms, "cosines": cosines}, scores
 
 
@@ -295,15 +287,13 @@ def _numbers(x: Tensor) -> Array:
 
 
 class RoleMSELoss(nn.Module):
-    """Squared error of the role similarity, for SentenceTransformerTrainer with two columns and a label.
+    """Squared error of the role similarity, for SentenceTransformerTrainer with two columns and a label from 0 to 1.
 
     Args:
-        model: A SentenceTransformer of raw vectors; a final Normalize module is refused but for cosine.
+        model: A SentenceTransformer of raw vectors; a final Normalize module is a ValueError but for cosine.
         norm: One of the five; learned trains both gammas (with a learning rate of their own, if you can).
         scale: alpha; None: 1 for cosine, whose scores lie in -1 to 1, else 0.01, the paper's; "auto": set by the first
             batch so that the effective scale, alpha times the mean norms that are kept, is ``effective_scale``.
-
-    Labels lie in 0 to 1 (a 0 to 5 score divided by 5). Raises ValueError.
     """
 
     def __init__(
@@ -323,11 +313,10 @@ class RoleMSELoss(nn.Module):
         if norm is not Normalization.COSINE and type(model[len(model) - 1]).__name__ == "Normalize":
             raise ValueError(f"norm {norm.value!r} needs raw vectors: take the model's final Normalize module off")
         self.model, self.requested_scale = model, scale
-        self.similarity = Similarity(
-            norm, (Direction.Q2D,), effective_scale, effective_scale, gamma_init, learn_scale=False
-        )
+        least = most = effective_scale
+        self.similarity = Similarity(norm, (Q2D,), least, most, gamma_init, learn_scale=False)
         if not isinstance(scale, str):
-            self.similarity.logit_scale(Direction.Q2D).fill_(math.log(scale))
+            self.similarity.logit_scale(Q2D).fill_(math.log(scale))
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
         query, document = (self.model(features)["sentence_embedding"] for features in sentence_features)
@@ -335,14 +324,14 @@ class RoleMSELoss(nn.Module):
 
     def of_vectors(self, query: Tensor, document: Tensor, labels: Tensor) -> Tensor:
         """The loss of raw vectors [B, D] with labels [B], 0-d."""
-        if self.requested_scale == AUTO and self.training and not self.similarity.has_norm_stats(Direction.Q2D):
-            self.similarity.update_norm_stats(Direction.Q2D, magnitude(query), magnitude(document))
-        s = pair_scores(query, document, self.similarity.exponents, self.similarity.scale(Direction.Q2D))
+        if self.requested_scale == AUTO and self.training and not self.similarity.has_norm_stats(Q2D):
+            self.similarity.update_norm_stats(Q2D, magnitude(query), magnitude(document))
+        s = pair_scores(query, document, self.similarity.exponents, self.similarity.scale(Q2D))
         return nn.functional.mse_loss(s, labels.to(s))
 
     @property
     def alpha(self) -> float:
-        return float(self.similarity.scale(Direction.Q2D))
+        return float(self.similarity.scale(Q2D))
 
     def get_config_dict(self) -> dict[str, Any]:
         """Settings for a model card."""
@@ -417,12 +406,11 @@ def train_pairs(
     return loss, head, history
 
 
-def _inputs(model: TextEncoder, pairs: StsPairs, rows: list[int]) -> list[dict[str, Any]]:
+def _inputs(model: TextEncoder, pairs: StsPairs, rows: list[int]) -> Iterator[dict[str, Any]]:
     """Tokens of both sides of some pairs on the model's device."""
-    sides = zip(ROLES, (pairs.first, pairs.second), strict=True)
-    tokens = [model.tokens([side[i] for i in rows], role) for role, side in sides]
-    device = model.encoder.device
-    return [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in column.items()} for column in tokens]
+    for role, side in zip(ROLES, (pairs.first, pairs.second), strict=True):
+        tokens = model.tokens([side[i] for i in rows], role)
+        yield {k: v.to(model.encoder.device) if isinstance(v, Tensor) else v for k, v in tokens.items()}
 
 
 def print_sts(report: Json) -> None:

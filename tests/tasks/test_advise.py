@@ -50,7 +50,7 @@ def quick(direction: str = "q2d", **others: Any) -> AdviseConfig:
 
 
 def made(
-    native: Mapping[str, float], own_cosine: Mapping[str, float] | None = None, queries: int = 200, noise: float = 0.02
+    native: Mapping[str, float], own_cosine: Mapping[str, float] = {}, queries: int = 200, noise: float = 0.02
 ) -> dict[str, dict[str, np.ndarray]]:
     """Values of every norm around a mean each, over hard and easy queries that all norms share."""
     rng = np.random.default_rng(0)
@@ -59,39 +59,40 @@ def made(
     def around(mean: float) -> np.ndarray:
         return hardness + mean - 0.5 + noise * rng.standard_normal((3, queries))
 
-    means = {norm: (native.get(norm, 0.5), (own_cosine or {}).get(norm, 0.5), 0.5) for norm in NORMS}
+    means = {norm: (native.get(norm, 0.5), own_cosine.get(norm, 0.5), 0.5) for norm in NORMS}
     return {norm: dict(zip(("native", "cosine", "dot"), map(around, of), strict=True)) for norm, of in means.items()}
 
 
-def test_a_norm_that_helps_is_recommended_and_its_equals_are_named() -> None:
-    report = decide(made({"dot": 0.60, "qnorm": 0.62, "learned": 0.55, "dnorm": 0.5}), quick())
-    assert (report["answer"], report["ties"], report["sure"]) == ("qnorm", [], 1)
-    assert "+0.1" in report["because"]
+@pytest.mark.parametrize(
+    ("native", "own_cosine", "answer", "because"),
+    [
+        ({"dot": 0.60, "qnorm": 0.62, "learned": 0.55}, {}, "qnorm", "ndcg@10 +0.1"),
+        *(({norm: 0.60}, {}, norm, "by norm in its own head") for norm in ("dot", "qnorm", "learned")),
+        # its own angles are as good as its scores
+        *(
+            ({n: 0.60}, {n: 0.60}, CANNOT_TELL, f"{n} gained, but not shown by norm")
+            for n in ("dot", "qnorm", "learned")
+        ),
+        # its control has the gain, too, and keeps no document's norm
+        ({"dot": 0.60, "dnorm": 0.60}, {"dnorm": 0.60}, "dnorm", "by training alone"),
+        (dict.fromkeys(NORMS[1:], 0.45), {}, "cosine", "no other norm can gain"),
+    ],
+)
+def test_the_answer_is_that_of_the_rule(native: Any, own_cosine: Any, answer: str, because: str) -> None:
+    report = decide(made(native, own_cosine), quick())
+    assert (report["answer"], report["ties"]) == (answer, ["dot"] if answer == "dnorm" else [])
+    assert because in report["because"]
+    assert report["sure"] == (None if answer == CANNOT_TELL else 1)
+
+
+def test_equals_are_named_and_a_level_field_is_cosines_unless_any_gain_matters() -> None:
     equal = made({"qnorm": 0.62})
     equal["dot"] = equal["qnorm"]
     report = decide(equal, quick())
     assert {report["answer"], *report["ties"]} == {"dot", "qnorm"}
-
-
-@pytest.mark.parametrize("norm", ["dot", "qnorm", "learned"])
-def test_a_gain_that_is_not_by_norm_is_no_recommendation(norm: str) -> None:
-    report = decide(made({norm: 0.60}, {norm: 0.60}), quick())  # its own angles are as good as its scores
-    assert report["answer"] == CANNOT_TELL
-    assert report["because"].endswith(f"{norm} gained, but not shown by norm")
-    assert decide(made({norm: 0.60}), quick())["answer"] == norm
-
-
-def test_a_gain_that_the_control_has_too_is_no_recommendation() -> None:
-    report = decide(made({"dot": 0.60, "dnorm": 0.60}, {"dnorm": 0.60}), quick())
-    assert report["answer"] == "dnorm", "it keeps no document's norm, so its gain is by training alone"
-    assert "by training alone" in report["because"]
-
-
-def test_cosine_where_nothing_else_can_gain_the_margin() -> None:
-    assert decide(made(dict.fromkeys(NORMS[1:], 0.45)), quick())["answer"] == "cosine"
     level = decide(made({}, noise=0.001), quick())
     assert (level["answer"], level["sure"]) == ("cosine", 1)
-    assert decide(made({}, noise=0.001), quick(margin=0.0))["answer"] == CANNOT_TELL, "level, and any gain matters"
+    assert decide(made({}, noise=0.001), quick(margin=0.0))["answer"] == CANNOT_TELL
 
 
 def test_it_cannot_tell_where_noise_hides_the_margin() -> None:
@@ -378,8 +379,8 @@ def test_clip_is_judged_in_both_directions_and_their_mean(
 def test_a_run_that_was_trained_on_the_same_images_says_so(
     learned_run: Path, plain: Path, tmp_path: Path, split: str, seen: bool
 ) -> None:
-    report = advise(settings("--model", learned_run, "--data", plain, "--split", split, "--output", tmp_path,
-                             "--workers", 0, "--no-fisher", "--direction", "i2t", *QUICK))  # fmt: skip
+    usual = ("--model", learned_run, "--data", plain, "--output", tmp_path, "--workers", 0, "--no-fisher")
+    report = advise(settings(*usual, "--split", split, "--direction", "i2t", *QUICK))
     assert list(report["sections"]) == ["i2t"]
     assert any("trained on these very images" in note for note in report["notes"]) is seen
 
