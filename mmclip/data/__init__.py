@@ -1,8 +1,8 @@
 """Data: image-text pairs (shards, folders, CSV, the built-in scenes) and text collections, with batches of them.
 
-``ImageTextData`` holds captions and reads images by row; ``TrainBatches`` gives ``Batch`` after ``Batch`` in an order that
-follows from (seed, epoch, row). ``BeirCollection`` and ``TextPairs`` are the same for text retrieval. May import config,
-console, io and errors; knows no model, loss or metric.
+``ImageTextData`` holds captions and reads images by row; ``TrainBatches`` yields batches in an order that follows from
+(seed, epoch, row). ``BeirCollection`` and ``TextPairs`` are the same for text retrieval. May import config, console, io
+and errors; knows no model, loss or metric.
 """
 
 from mmclip.data.beir import BeirCollection, open_beir

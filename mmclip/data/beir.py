@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,49 +81,79 @@ def open_beir(folder: str | Path, split: str) -> BeirCollection:
     """Read a split of a BEIR folder (UserError names the file, the line and the id)."""
     root = Path(folder)
     require_beir(root, split)
-    documents = _texts(root / CORPUS, "document")
-    queries = _texts(root / QUERIES, "query")
+    documents, queries = _texts(root / CORPUS, "document"), _texts(root / QUERIES, "query")
     row_of = {name: row for row, name in enumerate(documents)}
-    judged, without = _judgments(root / QRELS / f"{split}.tsv", set(queries), row_of)
-    query_row = {name: row for row, name in enumerate(judged)}
-    pairs = [(query_row[q], d) for q, gains in judged.items() for d in gains]
-    gains = [gain for by_row in judged.values() for gain in by_row.values()]
+    judged = _judgments(root / QRELS / f"{split}.tsv", queries, row_of)
+    names = [q for q, gains in judged.items() if gains]
+    if not names:
+        raise UserError(
+            f"{printable(root / QRELS / f'{split}.tsv')}: no query with a relevant document (a score above 0) in it"
+        )
+    pairs = [(row, d) for row, q in enumerate(names) for d in judged[q]]
+    answers = [_listed(queries[q], "answers", root / QUERIES, str) for q in names]
     collection = BeirCollection(
         path=str(folder),
         split=split,
-        query_ids=list(query_row),
-        queries=[queries[q]["text"] for q in query_row],
+        query_ids=names,
+        queries=[queries[q]["text"] for q in names],
         document_ids=list(documents),
-        documents=[joined(d.get("title", ""), d["text"]) for d in documents.values()],
-        titles=[d.get("title", "") for d in documents.values()],
+        documents=[joined(d["title"], d["text"]) for d in documents.values()],
+        titles=[d["title"] for d in documents.values()],
         pairs=np.array(pairs, dtype=np.int64).reshape(-1, 2),
-        gains=np.array(gains, dtype=np.float64),
+        gains=np.array([gain for q in names for gain in judged[q].values()], dtype=np.float64),
+        answers=answers if any("answers" in queries[q] for q in names) else None,
     )
     unknown = 0
-    for row, name in enumerate(query_row):
-        ids = _excluded(queries[name], root / QUERIES, name)
+    for row, q in enumerate(names):
+        ids = [str(d) for d in _listed(queries[q], "excluded_ids", root / QUERIES, str | int)]
+        ids = [] if ids == ["N/A"] else ids  # as BRIGHT writes none
         unknown += sum(d not in row_of for d in ids)
         if rows := sorted({row_of[d] for d in ids if d in row_of}):
             collection.excluded[row] = rows
-    _require_findable(collection)
-    if any("answers" in queries[q] for q in query_row):
-        collection.answers = [_answers(queries[q], root / QUERIES, q) for q in query_row]
-    collection.notes = _notes(collection, without, unknown)
+        for d in set(rows) & judged[q].keys():  # which no ranking could return
+            raise UserError(
+                f"{printable(folder)}: query {printable(q, 60)!r} excludes document "
+                f"{printable(collection.document_ids[d], 60)!r}, which is judged relevant"
+            )
+    notes = collection.notes
+    if len(empty := collection.empty):
+        shown = ", ".join(printable(collection.document_ids[row], 60) for row in empty[:SHOWN])
+        relevant = len(np.intersect1d(empty, collection.pairs[:, 1]))
+        more = ", …" * (len(empty) > SHOWN)
+        notes.append(
+            f"{_count(len(empty), 'empty document')} ({shown}{more}) indexed, {relevant} of them judged relevant"
+        )
+    if without := len(judged) - len(names):
+        notes.append(f"{_count(without, 'judged quer', 'y', 'ies')} without a relevant document left out")
+    if blank := sum(not q.strip() for q in collection.queries):
+        notes.append(f"{_count(blank, 'quer', 'y', 'ies')} without a word, ranked like all others")
+    if unknown:
+        notes.append(f"{_count(unknown, 'excluded id')} not in {CORPUS}")
     return collection
+
+
+def _count(n: int, noun: str, one: str = "", many: str = "s") -> str:
+    return f"{n} {noun}{one if n == 1 else many}"
+
+
+def _listed(query: dict[str, Any], key: str, path: Path, kind: Any) -> list[Any]:
+    values = query.get(key) or []
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        what = "texts" if kind is str else "ids"
+        raise UserError(f"{printable(path)}: {key} of query {printable(query['_id'], 60)!r} is not a list of {what}")
+    return values
 
 
 def require_beir(root: Path, split: str) -> None:
     """Check that the files exist, without reading them."""
+    missing = next((f"no {name} in it" for name in (CORPUS, QUERIES) if not (root / name).is_file()), None)
     if not root.is_dir():
-        raise UserError(f"{printable(root)}: no such folder; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
-    for name in (CORPUS, QUERIES):
-        if not (root / name).is_file():
-            raise UserError(f"{printable(root)}: no {name} in it; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
+        missing = "no such folder"
+    if missing:
+        raise UserError(f"{printable(root)}: {missing}; a BEIR folder has {CORPUS}, {QUERIES} and {QRELS}/")
     if not (root / QRELS / f"{split}.tsv").is_file():
-        splits = ", ".join(sorted(p.stem for p in (root / QRELS).glob("*.tsv"))) or "none"
-        raise UserError(
-            f"{printable(root)}: no split {printable(split, 60)!r}; splits in {QRELS}/: {printable(splits)}"
-        )
+        splits = printable(", ".join(sorted(p.stem for p in (root / QRELS).glob("*.tsv"))) or "none")
+        raise UserError(f"{printable(root)}: no split {printable(split, 60)!r}; splits in {QRELS}/: {splits}")
 
 
 def joined(title: str, text: str) -> str:
@@ -152,79 +183,75 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{printable(path)}: cannot be read: {error.strerror}") from None
 
 
-def check_text(text: str, what: str) -> None:
-    """Refuse a text with an unpaired surrogate, which no tokenizer or file can hold (UserError)."""
+def check_text(text: Any, what: str) -> str:
+    """Refuse no text, and one with an unpaired surrogate, which no tokenizer or file can hold (UserError)."""
+    if not isinstance(text, str):
+        raise UserError(f"{what} is a text, got {printable(json.dumps(text), 60)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{what} holds half of a surrogate pair, {text[error.start]!a}, which is no character"
-        ) from None
+        half = f"{text[error.start]!a}, which is no character"
+        raise UserError(f"{what} holds half of a surrogate pair, {half}") from None
+    return text
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of a JSON-lines file (UserError names the line)."""
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """('PATH: line N', object) of a JSON-lines file (UserError names the line)."""
     for number, line in read_lines(path):
+        where = f"{printable(path)}: line {number}"
         try:
-            found = json.loads(line)
+            entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{printable(path)}: line {number}: not JSON: {printable(error, 120)}") from None
-        if not isinstance(found, dict):
-            raise UserError(f"{printable(path)}: line {number}: an object was expected, got {printable(line, 60)}")
-        yield number, found
+            raise UserError(f"{where}: not JSON: {printable(error, 120)}") from None
+        if not isinstance(entry, dict):
+            raise UserError(f"{where}: an object was expected, got {printable(line, 60)}")
+        yield where, entry
 
 
 def _texts(path: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """id -> object, in the file's order."""
-    found: dict[str, dict[str, Any]] = {}
-    first: dict[str, int] = {}
-    for number, entry in read_objects(path):
-        where = f"{printable(path)}: line {number}"
+    """id -> object with text and title, in the file's order."""
+    entries: dict[str, dict[str, Any]] = {}
+    first: dict[str, str] = {}
+    for where, entry in read_objects(path):
         name = entry.get("_id")
         if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
             raise UserError(f"{where}: a {kind} has an _id, got {printable(json.dumps(name), 60)}")
-        name = str(name)
-        check_text(name, f"{where}: the _id of a {kind}")
-        if name in found:
-            raise UserError(f"{where}: {kind} id {printable(name, 60)!r} is that of line {first[name]}, too")
-        for key in ("text", "title"):
-            value = entry.get(key, None if key == "text" else "")
-            if value is None and key == "title":
-                value = entry[key] = ""
-            if not isinstance(value, str):
-                raise UserError(f"{where}: {key} of {kind} {printable(name, 60)!r} is a text, got "
-                                 f"{printable(json.dumps(value), 60)}")  # fmt: skip
-            check_text(value, f"{where}: {key} of {kind} {printable(name, 60)!r}")
-        found[name], first[name] = entry, number
-    if not found:
+        name = check_text(str(name), f"{where}: the _id of a {kind}")
+        shown = repr(printable(name, 60))
+        if name in entries:
+            raise UserError(f"{where}: {kind} id {shown} is that of {first[name].rpartition(': ')[2]}, too")
+        title = entry.get("title")
+        entry["title"] = "" if title is None else check_text(title, f"{where}: title of {kind} {shown}")
+        check_text(entry.get("text"), f"{where}: text of {kind} {shown}")
+        entries[name], first[name] = entry, where
+    if not entries:
         raise UserError(f"{printable(path)}: no {kind} in it")
-    return found
+    return entries
 
 
-def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[dict[str, dict[int, float]], int]:
-    """Query id -> {document row: gain} of queries with a relevant document, and the number of those without one."""
+def _judgments(path: Path, queries: Container[str], row_of: dict[str, int]) -> dict[str, dict[int, float]]:
+    """Judged query id -> {document row: gain above 0}."""
     judged: dict[str, dict[int, float]] = {}
-    seen: dict[tuple[str, str], int] = {}
+    line_of: dict[tuple[str, str], int] = {}
     unknown: dict[str, list[str]] = {"query": [], "document": []}
     for number, line in read_lines(path):
         where = f"{printable(path)}: line {number}"
         cells = line.split("\t")
-        if number == 1 and _is_header(cells, queries):
-            continue
+        if number == 1 and len(cells) == 3 and cells[0] not in queries and _number(cells[2]) is None:
+            continue  # a header
         if len(cells) != 3:
-            raise UserError(f"{where}: query id, document id and score with tabs between were expected, got "
-                             f"{len(cells)} column{'s' * (len(cells) != 1)}: {printable(line, 80)}")  # fmt: skip
+            raise UserError(
+                f"{where}: query id, document id and score with tabs between were expected, got "
+                f"{_count(len(cells), 'column')}: {printable(line, 80)}"
+            )
         query, document, text = cells
-        try:
-            score = float(text)
-        except ValueError:
-            score = np.nan
-        if not np.isfinite(score):
+        score = _number(text)
+        if score is None or not math.isfinite(score):
             raise UserError(f"{where}: the score is a number, got {printable(text, 60)!r}")
-        if (query, document) in seen:
-            raise UserError(f"{where}: query {printable(query, 60)!r} and document {printable(document, 60)!r} were "
-                             f"judged in line {seen[query, document]} already")  # fmt: skip
-        seen[query, document] = number
+        if (query, document) in line_of:
+            pair = f"query {printable(query, 60)!r} and document {printable(document, 60)!r}"
+            raise UserError(f"{where}: {pair} were judged in line {line_of[query, document]} already")
+        line_of[query, document] = number
         if query not in queries:
             unknown["query"].append(query)
         elif document not in row_of:
@@ -236,65 +263,16 @@ def _judgments(path: Path, queries: set[str], row_of: dict[str, int]) -> tuple[d
     for kind, names in unknown.items():
         if names := list(dict.fromkeys(names)):
             shown = ", ".join(repr(printable(n, 60)) for n in names[:SHOWN]) + ", …" * (len(names) > SHOWN)
-            other = QUERIES if kind == "query" else CORPUS
-            raise UserError(
-                f"{printable(path)}: {len(names)} {kind} id{'s' * (len(names) > 1)} not in {other}: {shown}"
-            )
-    relevant = {q: gains for q, gains in judged.items() if gains}
-    if not relevant:
-        raise UserError(f"{printable(path)}: no query with a relevant document (a score above 0) in it")
-    return relevant, len(judged) - len(relevant)
+            file = QUERIES if kind == "query" else CORPUS
+            raise UserError(f"{printable(path)}: {_count(len(names), f'{kind} id')} not in {file}: {shown}")
+    return judged
 
 
-def _is_header(cells: list[str], queries: set[str]) -> bool:
-    """Whether a first line names columns: its first cell is no query id, its third no number."""
+def _number(text: str) -> float | None:
     try:
-        float(cells[-1])
+        return float(text)
     except ValueError:
-        return len(cells) == 3 and cells[0] not in queries
-    return False
-
-
-def _excluded(query: dict[str, Any], path: Path, name: str) -> list[str]:
-    """Document ids that a query excludes; BRIGHT writes ["N/A"] for none."""
-    ids = query.get("excluded_ids") or []
-    if not isinstance(ids, list) or not all(isinstance(d, str | int) for d in ids):
-        raise UserError(f"{printable(path)}: excluded_ids of query {printable(name, 60)!r} is not a list of ids")
-    return [] if ids == ["N/A"] else [str(d) for d in ids]
-
-
-def _require_findable(collection: BeirCollection) -> None:
-    """Refuse a relevant document that its query excludes, which no ranking could return (UserError)."""
-    for q, d in collection.pairs.tolist():
-        if d in collection.excluded.get(q, ()):
-            query, document = printable(collection.query_ids[q], 60), printable(collection.document_ids[d], 60)
-            raise UserError(
-                f"{printable(collection.path)}: query {query!r} excludes document {document!r}, which is judged relevant"
-            )
-
-
-def _answers(query: dict[str, Any], path: Path, name: str) -> list[str]:
-    answers = query.get("answers", [])
-    if not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
-        raise UserError(f"{printable(path)}: answers of query {printable(name, 60)!r} is not a list of texts")
-    return answers
-
-
-def _notes(collection: BeirCollection, without: int, unknown: int) -> list[str]:
-    notes = []
-    empty = collection.empty
-    if len(empty):
-        names = ", ".join(printable(collection.document_ids[row], 60) for row in empty[:SHOWN])
-        judged = len(np.intersect1d(empty, collection.pairs[:, 1]))
-        notes.append(f"{len(empty)} empty document{'s' * (len(empty) > 1)} ({names}{', …' * (len(empty) > SHOWN)}) "
-                     f"indexed, {judged} of them judged relevant")  # fmt: skip
-    if without:
-        notes.append(f"{without} judged quer{'y' if without == 1 else 'ies'} without a relevant document left out")
-    if blank := sum(not q.strip() for q in collection.queries):
-        notes.append(f"{blank} quer{'y' if blank == 1 else 'ies'} without a word, ranked like all others")
-    if unknown:
-        notes.append(f"{unknown} excluded id{'s' * (unknown > 1)} not in {CORPUS}")
-    return notes
+        return None
 
 
 def folder_and_split(name: str) -> tuple[Path, str]:

@@ -26,35 +26,22 @@ def index_csv(path: Path, img_key: str, caption_key: str, separator: str) -> Ima
     """
     data = ImageTextData(str(path), "csv", [], [], [])
     row_of: dict[str, int] = {}
-    missing: dict[str, str] = {}
-    for number, key, caption, too_many in _rows(path, img_key, caption_key, separator):
-        fault = _fault(key, caption, too_many) or missing.get(key)
-        if fault is None and key not in row_of:
-            place, fault = _place(path, key)
-            if fault is None:
-                row_of[key] = len(data.keys)
-                data.keys.append(key)
-                data.captions.append([])
-                data.places.append((str(place), -1, 0))
-            else:
-                missing[key] = fault
+    places: dict[str, tuple[Path, str | None]] = {}
+    for line, key, caption, fault in _rows(path, img_key, caption_key, separator):
         if fault is None:
-            data.captions[row_of[key]].append(caption)
-        else:
-            data.skipped.append(BadSample(key or f"line {number}", str(path), f"{fault}, line {number}"))
+            if key not in places:
+                places[key] = _place(path, key)
+            place, fault = places[key]
+        if fault is not None:
+            data.skipped.append(BadSample(key or f"line {line}", str(path), f"{fault}, line {line}"))
+            continue
+        if key not in row_of:
+            row_of[key] = len(data.keys)
+            data.keys.append(key)
+            data.captions.append([])
+            data.places.append((str(place), -1, 0))
+        data.captions[row_of[key]].append(caption)
     return data
-
-
-def _fault(key: str, caption: str, too_many: bool) -> str | None:
-    if too_many:
-        return "more fields than the header"
-    if not key or not caption:
-        return "no caption" if key else "no image path"
-    if any("\ud800" <= c <= "\udfff" for c in key + caption):
-        return "an undecodable caption or path: not UTF-8"
-    if len(caption) > MAX_CAPTION_CHARACTERS:
-        return f"a caption of {len(caption):,} characters (at most {MAX_CAPTION_CHARACTERS:,})"
-    return None
 
 
 def _place(path: Path, key: str) -> tuple[Path, str | None]:
@@ -66,15 +53,13 @@ def _place(path: Path, key: str) -> tuple[Path, str | None]:
             return place, None
         except FileNotFoundError:
             continue
-        except OSError as error:
-            fault = error.strerror or fault
-        except ValueError as error:
-            fault = str(error)
+        except (OSError, ValueError) as error:
+            fault = reason(error)
     return Path(key), fault
 
 
-def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, str, str, bool]]:
-    """(line, path, caption, whether it has more fields than columns) of each row."""
+def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterator[tuple[int, str, str, str | None]]:
+    """(line, path, caption, fault or None) of each row."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     separator = "\t" if separator == "\\t" else separator  # as it is typed in a shell
@@ -86,8 +71,10 @@ def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterato
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(itertools.chain(file, ["\n", _END]), delimiter=separator)
             columns = next(reader)
-            _check_columns(path, columns, img_key, caption_key, separator)
-            places = columns.index(img_key), columns.index(caption_key)
+            wanted = [
+                _column(path, columns, img_key, "--csv-img-key", separator),
+                _column(path, columns, caption_key, "--csv-caption-key", separator),
+            ]
             before = reader.line_num
             for row in reader:
                 if row == [_END] and next(reader, None) is None:
@@ -95,8 +82,9 @@ def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterato
                 if any(_END in cell for cell in row):  # swallowed
                     raise UserError(f"{path}, line {before + 1} or later: a quote that is never closed")
                 if row:
-                    key, caption = (row[i].strip() if i < len(row) else "" for i in places)
-                    yield reader.line_num, key, caption, len(row) > len(columns)
+                    key, caption = (row[i].strip() if i < len(row) else "" for i in wanted)
+                    too_many = "more fields than the header" if len(row) > len(columns) else None
+                    yield reader.line_num, key, caption, too_many or _fault(key, caption)
                 before = reader.line_num
     except (csv.Error, OSError, ValueError, TypeError) as error:
         if isinstance(error, UserError):
@@ -106,20 +94,26 @@ def _rows(path: Path, img_key: str, caption_key: str, separator: str) -> Iterato
         csv.field_size_limit(limit)
 
 
-def _check_columns(path: Path, columns: list[str], img_key: str, caption_key: str, separator: str) -> None:
+def _fault(key: str, caption: str) -> str | None:
+    if not key or not caption:
+        return "no caption" if key else "no image path"
+    if any("\ud800" <= c <= "\udfff" for c in key + caption):
+        return "an undecodable caption or path: not UTF-8"
+    if len(caption) > MAX_CAPTION_CHARACTERS:
+        return f"a caption of {len(caption):,} characters (at most {MAX_CAPTION_CHARACTERS:,})"
+    return None
+
+
+def _column(path: Path, columns: list[str], name: str, flag: str, separator: str) -> int:
+    """Place of a column in the header (UserError where it is missing or repeated)."""
+    if (count := columns.count(name)) == 1:
+        return columns.index(name)
+    if count:
+        raise UserError(f"{path}: {count} columns are called {printable(name, 60)!r} ({flag})")
     shown = [printable(c, 60) for c in columns]
-    for wanted, flag in ((img_key, "--csv-img-key"), (caption_key, "--csv-caption-key")):
-        if wanted not in columns:
-            other = (
-                next((s for s in ",;\t|" if s != separator and wanted in columns[0].split(s)), None)
-                if columns
-                else None
-            )
-            hint = f"; did you mean --csv-separator {other!r}?" if other else nearest(wanted, shown)
-            raise UserError(
-                f"{path}: no column {printable(wanted)!r} ({flag}){hint}; "
-                f"with --csv-separator {separator!r} its columns are: "
-                f"{printable(', '.join(shown) or 'none, the file is empty', 160)}"
-            )
-        if columns.count(wanted) > 1:
-            raise UserError(f"{path}: {columns.count(wanted)} columns are called {printable(wanted, 60)!r} ({flag})")
+    other = next((s for s in ",;\t|" if s != separator and name in "".join(columns[:1]).split(s)), None)
+    hint = f"; did you mean --csv-separator {other!r}?" if other else nearest(name, shown)
+    raise UserError(
+        f"{path}: no column {printable(name)!r} ({flag}){hint}; with --csv-separator {separator!r} its columns are: "
+        f"{printable(', '.join(shown) or 'none, the file is empty', 160)}"
+    )

@@ -24,7 +24,13 @@ def open_training(settings: TrainConfig) -> tuple[ImageTextData, ImageTextData |
     val: ImageTextData | None = None
     distractors: Named = {}
     if settings.val_holdout is not None:
-        data, val = _hold_out(settings, data, settings.val_holdout)
+        n, batch = settings.val_holdout, settings.joint_batch(1)
+        if len(data) - n < batch:
+            raise UserError(
+                f"--val-holdout {n}: of the {len(data)} images of {printable(data.path)} it leaves "
+                f"{max(len(data) - n, 0)} to train on, less than a batch of {batch}"
+            )
+        data, val = data.holdout(n)
     elif settings.val_data is not None:
         if settings.val_data != "none":
             val = _open(settings, settings.val_data, settings.val_split, "eval")
@@ -36,31 +42,18 @@ def open_training(settings: TrainConfig) -> tuple[ImageTextData, ImageTextData |
             val = _open(settings, settings.train_data, folder.name, "eval")
             distractors = _distractors(settings, settings.train_data)
     if val is None and (settings.zeroshot_data is not None or settings.measure_start):
-        flag = "--measure-start" if settings.measure_start else "--zeroshot-data"
-        raise UserError(
-            f"{flag} needs evaluation data, and {printable(data.path)} has no evaluation split: give --val-data or "
-            "--val-holdout"
-        )
+        flag, path = "--measure-start" if settings.measure_start else "--zeroshot-data", printable(data.path)
+        needed = "has no evaluation split: give --val-data or --val-holdout"
+        raise UserError(f"{flag} needs evaluation data, and {path} {needed}")
     return _trained_on(settings, data), val, distractors
-
-
-def _hold_out(settings: TrainConfig, data: ImageTextData, n: int) -> tuple[ImageTextData, ImageTextData]:
-    batch = settings.joint_batch(1)
-    if len(data) - n < batch:
-        raise UserError(
-            f"--val-holdout {n}: of the {len(data)} images of {printable(data.path)} it leaves {max(len(data) - n, 0)} "
-            f"to train on, less than a batch of {batch}"
-        )
-    return data.holdout(n)
 
 
 def _trained_on(settings: TrainConfig, data: ImageTextData) -> ImageTextData:
     """Apply --train-num-samples, --train-fraction and --permute-pairs."""
     if settings.train_num_samples is not None:
         if settings.train_num_samples > len(data):
-            raise UserError(
-                f"--train-num-samples {settings.train_num_samples}: {printable(data.path)} holds only {len(data)} images"
-            )
+            limit, path = settings.train_num_samples, printable(data.path)
+            raise UserError(f"--train-num-samples {limit}: {path} holds only {len(data)} images")
         data = data.subset(range(settings.train_num_samples))
     if settings.train_fraction is not None:
         n, batch = round(settings.train_fraction * len(data)), settings.joint_batch(1)
@@ -103,19 +96,10 @@ def open_bank(settings: EncodeConfig, evaluated: ImageTextData) -> ImageTextData
 
 
 def _open(settings: TrainConfig | EncodeConfig, source: str, split: str | None, purpose: str) -> ImageTextData:
-    return open_data(
-        source,
-        split,
-        purpose,
-        settings.dataset_type,
-        settings.csv_img_key,
-        settings.csv_caption_key,
-        settings.csv_separator,
-    )
+    columns = settings.csv_img_key, settings.csv_caption_key, settings.csv_separator
+    return open_data(source, split, purpose, settings.dataset_type, *columns)
 
 
 def _distractors(settings: TrainConfig | EncodeConfig, source: str) -> Named:
     root = builtin_folder(source) or Path(source)
-    if not is_folder(root / DISTRACTORS):
-        return {}
-    return {DISTRACTORS: _open(settings, source, DISTRACTORS, "eval")}
+    return {DISTRACTORS: _open(settings, source, DISTRACTORS, "eval")} if is_folder(root / DISTRACTORS) else {}

@@ -1,29 +1,25 @@
 """Built-in distractors: candidates that match nothing, made from the evaluation set itself.
 
     blank            image   one random colour
-    noise            image   random cells of colour, 64 along the short side: finer noise would be averaged away where
-                             a large picture is resized to a model's input
+    noise            image   random cells of colour, 64 along the short side: finer noise would not survive a resize
     blurred          image   the picture under a Gaussian blur of an eighth of its short side, at least a pixel
     shuffled         image   the picture's patches, 8 by 8, each moved to another place
     boilerplate      text    empty alt texts of the web: "Stock photo", "Click to enlarge"
     shuffled-words   text    a caption's own words in another order
 
 All of them count as irrelevant to every query. blurred, shuffled and shuffled-words are **near-duplicates on purpose**:
-they keep the colours, textures or words of something relevant, and test whether a model tells a document from its own
-wreck. Report each kind by itself.
-
-Images depend on the decoded pixels and the seed only; equal images have equal distractors. Captions depend on the set of
-captions and the seed, not on their order.
+they keep the colours, textures or words of something relevant. Report each kind by itself. Images depend on the decoded
+pixels and the seed only, captions on the set of captions and the seed, not on their order.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,22 +29,16 @@ from torch import Tensor
 
 from mmclip.errors import UserError, printable
 
-KINDS = {
-    "blank": "image",
-    "noise": "image",
-    "blurred": "image",
-    "shuffled": "image",
-    "boilerplate": "text",
-    "shuffled-words": "text",
-}  # name -> the side whose candidates it adds to
-
-TWINS = ("blurred", "shuffled")  # made out of one picture of the data, and like it in what is left of it
+KINDS = dict.fromkeys(("blank", "noise", "blurred", "shuffled"), "image") | dict.fromkeys(
+    ("boilerplate", "shuffled-words"), "text"
+)  # name -> the side whose candidates it adds to
+TWINS = ("blurred", "shuffled")  # near-duplicates of one picture of the data
 NOISE_CELLS = 64  # along the short side
 BLUR = 1 / 8  # standard deviation of the blur, as a fraction of the short side
 PATCHES = 8  # along each side of a shuffled picture
 _TRIES = 20  # random orders of a caption's words before it counts as having no new one
 
-# Any of the first, alone or with any of the second: nothing here names what a picture could show.
+# Any of the first, alone or with any of the second; none names what a picture could show.
 _HEADS = (
     *("Image", "Untitled", "Stock photo", "Royalty-free image", "Photo of the day", "Image not available"),
     *("No description available", "Placeholder image", "Thumbnail", "Featured image", "Main image", "Teaser image"),
@@ -70,17 +60,13 @@ Array = NDArray[Any]
 
 
 def corrupt(kind: str, image: Image.Image, seed: int) -> Image.Image:
-    """A distractor of ``kind`` made from an image of any mode: RGB, of the same size.
-
-    An image of one pixel comes back as it is. UserError for a kind that makes no images.
-    """
+    """A distractor of ``kind`` from an image of any mode: RGB, of the same size (UserError for a kind of text)."""
     _check(kind, "image")
     picture = image.convert("RGB")
     width, height = picture.size
     rng = _rng(kind, seed, picture.size, picture.tobytes())
     if kind == "blank":
-        red, green, blue = (int(x) for x in rng.integers(0, 256, 3))
-        return Image.new("RGB", picture.size, (red, green, blue))
+        return Image.new("RGB", picture.size, tuple(rng.integers(0, 256, 3).tolist()))
     if kind == "noise":
         scale = min(1.0, NOISE_CELLS / min(picture.size))
         cells = rng.integers(0, 256, (max(1, round(height * scale)), max(1, round(width * scale)), 3), dtype=np.uint8)
@@ -130,18 +116,16 @@ def captions(kind: str, captions: Sequence[str], n: int, seed: int) -> list[str]
     """
     _check(kind, "text")
     taken = {_plain(c) for c in captions}
-    found: list[str] = []
-    source = _boilerplate(seed) if kind == "boilerplate" else _shuffled_words(sorted(set(captions)), seed, taken)
-    while len(found) < n:
-        text = next(source, None)
-        if text is None and found:
-            return found
-        if text is None:
-            raise UserError(f"{kind}: the words of {len(captions)} captions have no order that is no caption")
+    texts: list[str] = []
+    for text in _boilerplate(seed) if kind == "boilerplate" else _shuffled_words(sorted(set(captions)), seed, taken):
+        if len(texts) == n:
+            break
         if _plain(text) not in taken:
             taken.add(_plain(text))
-            found.append(text)
-    return found
+            texts.append(text)
+    if n and not texts:
+        raise UserError(f"{kind}: the words of {len(captions)} captions have no order that is no caption")
+    return texts
 
 
 def _boilerplate(seed: int) -> Iterator[str]:
@@ -182,25 +166,16 @@ def parse_distractors(names: Sequence[str]) -> tuple[list[str], list[str]]:
     >>> parse_distractors(["blank", "builtin:scenes", "shards/{0..3}.tar"])
     (['blank'], ['builtin:scenes', 'shards/{0..3}.tar'])
     """
-    kinds = [name for name in names if name in KINDS]
-    data = [name for name in names if name not in KINDS]
+    kinds, data = ([n for n in dict.fromkeys(names) if (n in KINDS) == built_in] for built_in in (True, False))
     for name in data:
-        if not _is_source(name):
+        looks = name.startswith("builtin:") or any(c in name for c in "/\\{") or glob.has_magic(name)
+        looks = looks or name.lower().endswith((".tar", ".csv", ".tsv"))
+        if not looks and not (name.strip() and os.path.exists(name)):  # noqa: PTH110  (False for any impossible name)
             raise UserError(
                 f"--distractors {printable(name) or repr(name)}: no built-in kind and no data there; valid: "
                 f"{', '.join(KINDS)}, or data as --data takes them"
             )
-    return list(dict.fromkeys(kinds)), list(dict.fromkeys(data))
-
-
-def _is_source(name: str) -> bool:
-    looks = name.startswith("builtin:") or any(c in name for c in "/\\{") or glob.has_magic(name)
-    if looks or name.lower().endswith((".tar", ".csv", ".tsv")):
-        return True
-    try:
-        return bool(name.strip()) and Path(name).exists()
-    except (OSError, ValueError):  # longer than a name may be, or with a null byte in it
-        return False
+    return kinds, data
 
 
 def _check(kind: str, side: str) -> None:

@@ -26,7 +26,7 @@ MAX_BYTES = 256_000_000  # the same, before anything is read
 MAX_ASPECT = 200  # resizing the short side of a line of pixels would ask for gigabytes
 # Decoders of pictures only: Pillow would also hand PostScript under a picture's name to Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-_TAIL = 64  # bytes: a PNG's checksum and a JPEG's last coefficients, which tell pictures of one size apart
+_TAIL = 64  # bytes: a PNG's checksum and a JPEG's last coefficients differ between pictures of one size
 
 
 class BadSample(Exception):
@@ -45,38 +45,31 @@ class BadSample(Exception):
 
 
 def named(key: str, why: str, key_limit: int = 60, why_limit: int = 160) -> str:
-    """'KEY in FILE: REASON' of a bad sample.
-
-    Args:
-        key: Its key; left out where it is the file's own path, as in a CSV.
-        why: 'FILE: REASON'.
-        key_limit: Characters of the key that are shown.
-        why_limit: Characters of ``why`` that are shown.
+    """'KEY in FILE: REASON' of a bad sample, cut at the limits; a key that is the file's own path is left out.
 
     >>> named("0007", "train/0.tar: an empty picture"), named("dog.png", "photos/dog.png: an empty picture")
     ('0007 in train/0.tar: an empty picture', 'photos/dog.png: an empty picture')
     """
-    again = f"/{key}: " in f"/{why}"
-    return printable(why, why_limit) if again else f"{printable(key, key_limit)} in {printable(why, why_limit)}"
+    shown = printable(why, why_limit)
+    return shown if f"/{key}: " in f"/{why}" else f"{printable(key, key_limit)} in {shown}"
 
 
 def skipped_line(skipped: Mapping[str, str]) -> str:
     """'3 samples cannot be used: …', naming the first five."""
     first = "; ".join(named(k, why) for k, why in list(skipped.items())[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    samples = "1 sample" if len(skipped) == 1 else f"{len(skipped)} samples"
-    return f"{samples} cannot be used: {first}{more}"
+    return f"{len(skipped)} sample{'s' * (len(skipped) != 1)} cannot be used: {first}{more}"
 
 
 def by_key(samples: Iterable[BadSample]) -> dict[str, str]:
-    """Each sample's file and reason by its key; a key that comes again gets a number, so that all are counted."""
-    found: dict[str, str] = {}
+    """Each sample's file and reason by its key; a repeated key gets a number, so that all are counted."""
+    reasons: dict[str, str] = {}
     for sample in samples:
         key, n = sample.key, 2
-        while key in found:
+        while key in reasons:
             key, n = f"{sample.key} ({n})", n + 1
-        found[key] = sample.why
-    return found
+        reasons[key] = sample.why
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -100,8 +93,8 @@ class Origin:
     """Rows of a subset in the data as they were opened: of each image, and of each caption counted over all images."""
 
     whole: ImageTextData
-    pictures: list[int]
-    texts: list[int]
+    pictures: Sequence[int]
+    texts: Sequence[int]
 
 
 @dataclass
@@ -149,18 +142,17 @@ class ImageTextData:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # decoders warn of odd metadata; what cannot be decoded raises
                 image = Image.open(io.BytesIO(content), formats=FORMATS)
+                pixels = f"{image.width} x {image.height} pixels"
                 if image.width * image.height > MAX_PIXELS:
-                    raise ValueError(f"{image.width} x {image.height} pixels, above {MAX_PIXELS:,}")
+                    raise ValueError(f"{pixels}, above {MAX_PIXELS:,}")
                 if max(image.size) > MAX_ASPECT * min(image.size):
-                    raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_ASPECT} to 1")
+                    raise ValueError(f"{pixels}, more than {MAX_ASPECT} to 1")
                 image.load()
                 return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
-        except UnidentifiedImageError:
-            raise BadSample(
-                self.keys[row], path, f"not a readable picture of a known kind ({', '.join(FORMATS)})"
-            ) from None
         except Exception as error:  # damaged content makes decoders raise nearly anything
-            raise BadSample(self.keys[row], path, reason(error)) from None
+            unknown = f"not a readable picture of a known kind ({', '.join(FORMATS)})"
+            why = unknown if isinstance(error, UnidentifiedImageError) else reason(error)
+            raise BadSample(self.keys[row], path, why) from None
 
     def subset(self, rows: Sequence[int]) -> ImageTextData:
         """The data of some rows, in their order."""
@@ -190,25 +182,21 @@ class ImageTextData:
     def _taken(self, pictures: Sequence[int], donors: Sequence[int]) -> ImageTextData:
         """Images of some rows with the captions of others, as many."""
         origin = self.origin()
-        counts = [len(c) for c in self.captions]
-        first = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        first = np.cumsum([0, *map(len, self.captions)]).tolist()
+        texts = [t for r in donors for t in range(first[r], first[r + 1])]
         return dataclasses.replace(
             self,
             keys=[self.keys[r] for r in pictures],
             captions=[self.captions[r] for r in donors],
             places=[self.places[r] for r in pictures],
             truth=[self.truth[r] for r in pictures] if self.truth is not None else None,
-            part_of=Origin(
-                origin.whole,
-                [origin.pictures[r] for r in pictures],
-                [origin.texts[t] for r in donors for t in range(first[r], first[r] + counts[r])],
-            ),
+            part_of=Origin(origin.whole, [origin.pictures[r] for r in pictures], [origin.texts[t] for t in texts]),
         )
 
     def origin(self) -> Origin:
         """Rows in the data as they were opened."""
-        every = range(sum(len(c) for c in self.captions))
-        return self.part_of or Origin(self, list(range(len(self))), list(every))
+        texts = range(sum(map(len, self.captions)))
+        return self.part_of or Origin(self, range(len(self)), texts)
 
     def fingerprint(self) -> str:
         """16 hex digits of keys, captions, image sizes and last bytes: equal for copies, different for other data."""

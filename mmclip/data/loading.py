@@ -6,14 +6,14 @@ changes them, and a run can start in the middle of an epoch.
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, TypeVar
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ MIN_PART = 8  # rows; smaller parts cost more to hand over than they spread
 class Batch:
     """B pairs of an image and one of its captions.
 
-    Where no image could be read, B is 0 and the tensors have no rows: the batch still comes, so that ranks stay in step.
+    Where no image could be read, B is 0 and the tensors have no rows: the batch still comes, and ranks stay in step.
 
     Attributes:
         images: [B, 3, H, W], or None where images are not read.
@@ -59,21 +59,8 @@ class Batch:
         """Parts of at most ``size`` rows in order, or ``parts`` even ones."""
         total = len(self.image_id)
         bounds = [*range(0, total, size), total] if parts is None else [total * i // parts for i in range(parts + 1)]
-
-        def rows(x: Tensor | None, part: slice) -> Tensor | None:
-            return None if x is None else x[part]
-
-        return [
-            Batch(
-                rows(self.images, part),
-                rows(self.tokens, part),
-                self.image_id[part],
-                self.caption_row[part],
-                self.text_id[part],
-                self.keys[part],
-            )
-            for part in (slice(start, end) for start, end in pairwise(bounds))
-        ]
+        columns = (self.images, self.tokens, self.image_id, self.caption_row, self.text_id, self.keys)
+        return [Batch(*(x if x is None else x[start:end] for x in columns)) for start, end in pairwise(bounds)]  # type: ignore[arg-type]
 
 
 def steps_per_epoch(
@@ -94,22 +81,21 @@ def steps_per_epoch(
     if steps == 0:
         accumulated = f" x --accum-freq {accum_freq}" if accum_freq > 1 else ""
         batch = f"--batch-size {batch_size}{accumulated} x {world_size} processes"
-        if loss_batch_size is not None:
-            batch = f"--loss-batch-size {loss_batch_size}"
         raise UserError(
-            f"{batch} is more than the {len(data)} images of {printable(data.path)}: choose a smaller one, or keep the "
-            "partial batch with --keep-last"
+            f"{f'--loss-batch-size {loss_batch_size}' if loss_batch_size else batch} is more than the {len(data)} "
+            f"images of {printable(data.path)}: choose a smaller one, or keep the partial batch with --keep-last"
         )
     return steps
 
 
+@dataclass(eq=False)
 class TrainBatches:
     """The batches of a training run, in a deterministic order.
 
-    Args:
+    Attributes:
         data: Training data.
-        transform: Image transform; None with ``images`` False.
-        tokenize: Captions -> token ids.
+        transform: Image transform; None where images are not read (their features are cached).
+        tokenize: Captions -> token ids; None where texts are not read.
         batch_size: Pairs of a process and forward pass.
         seed: Of all draws.
         workers: Reading processes.
@@ -118,8 +104,6 @@ class TrainBatches:
         world_size: Number of processes.
         accum_freq: Forward passes a step; the global batch is batch_size * accum_freq * world_size.
         loss_batch_size: Size of the global batch instead, split over the processes as evenly as possible.
-        images: Read images (False where their features are cached).
-        text: Read texts (False where their features are cached).
         shorten: Removes the padding that no text of a batch needs.
         pin: Batches in pinned memory, for a CUDA device.
 
@@ -127,34 +111,27 @@ class TrainBatches:
         UserError: The batch is larger than the data.
     """
 
-    def __init__(
-        self,
-        data: ImageTextData,
-        transform: Transform | None,
-        tokenize: Tokenize | None,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        workers: int = 0,
-        drop_last: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
-        accum_freq: int = 1,
-        loss_batch_size: int | None = None,
-        images: bool = True,
-        text: bool = True,
-        shorten: Callable[[Tensor], Tensor] | None = None,
-        pin: bool = False,
-    ) -> None:
-        self.data, self.transform, self.tokenize = data, transform if images else None, tokenize if text else None
-        self.seed, self.workers, self.drop_last = seed, workers, drop_last
-        self.joint = loss_batch_size or batch_size * accum_freq * world_size  # images of a step, of all processes
-        self.rank, self.world_size = rank, world_size
-        self.shorten, self.pin = shorten, pin
-        counts = np.array([len(c) for c in data.captions])
-        self.first_caption = np.concatenate([[0], np.cumsum(counts)])
-        self.text_ids = text_ids(data.captions)
-        self.steps_per_epoch = steps_per_epoch(data, batch_size, world_size, drop_last, accum_freq, loss_batch_size)
+    data: ImageTextData
+    transform: Transform | None
+    tokenize: Tokenize | None
+    batch_size: int
+    seed: int = 0
+    workers: int = 0
+    drop_last: bool = True
+    rank: int = 0
+    world_size: int = 1
+    accum_freq: int = 1
+    loss_batch_size: int | None = None
+    shorten: Callable[[Tensor], Tensor] | None = None
+    pin: bool = False
+
+    def __post_init__(self) -> None:
+        self.joint = self.loss_batch_size or self.batch_size * self.accum_freq * self.world_size  # images of a step
+        self.first_caption = np.cumsum([0, *map(len, self.data.captions)])
+        self.text_ids = text_ids(self.data.captions)
+        self.steps_per_epoch = steps_per_epoch(
+            self.data, self.batch_size, self.world_size, self.drop_last, self.accum_freq, self.loss_batch_size
+        )
 
     def order(self, epoch: int) -> np.ndarray:
         """Permutation of all rows in an epoch, equal on every rank."""
@@ -183,29 +160,37 @@ class TrainBatches:
             np.array_split(order[s * self.joint : (s + 1) * self.joint], self.world_size)[self.rank].tolist()
             for s in range(start_step, self.steps_per_epoch)
         ]
-        readers = self.workers if self.transform else 0
+        workers = self.workers if self.transform else 0
         largest = -(-self.joint // self.world_size)
-        size = max(-(-largest // (PARTS * readers)), MIN_PART) if readers else largest
+        size = max(-(-largest // (PARTS * workers)), MIN_PART) if workers else largest
         parts = [[rows[i : i + size] for i in range(0, len(rows), size)] for rows in steps]
-        loader = DataLoader(
-            _Parts(self, epoch, [part for step in parts for part in step]),
-            batch_size=None,
-            shuffle=False,
-            num_workers=readers,
-            prefetch_factor=2 * PARTS if readers else None,
-            worker_init_fn=_ignore_sigint,
-            generator=torch.Generator(),
-        )
-        read = _read_all(loader)
+        read = _read(partial(self._part, epoch), [part for step in parts for part in step], workers, 2 * PARTS)
         for step in parts:
-            yield self._joined(epoch, list(itertools.islice(read, len(step))))
+            yield self._joined(epoch, list(islice(read, len(step))))
         next(read, None)  # its end closes the workers
+
+    def _part(self, epoch: int, rows: list[int]) -> _Part:
+        images: Tensor | None = None
+        bad: Bad = []
+        if self.transform is not None:
+            seeds = [np.random.SeedSequence([self.seed, 3, epoch, r]) for r in rows]
+            images, bad = read_images(self.data.read_image, rows, self.transform, seeds)
+            lost = dict(bad)
+            rows = [row for row in rows if row not in lost]
+        tokens = None
+        if self.tokenize is not None:
+            flat = self.drawn(epoch, rows).tolist()
+            captions = [self.data.captions[r][f - int(self.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
+            tokens = self.tokenize(captions) if captions else self.tokenize([""])[:0]
+        return _Part(rows, images, tokens, [sample for _, sample in bad])
 
     def _joined(self, epoch: int, parts: list[_Part]) -> Batch:
         rows = [row for part in parts for row in part.rows]
         images = [part.images for part in parts if part.images is not None]
-        if not images and self.transform is not None:
-            _, blank, _ = read_images(_Blank(), [0], self.transform, [np.random.SeedSequence(0)])
+        if not images and self.transform is not None:  # none could be read: no rows, of the right shape
+            blank, _ = read_images(
+                lambda _: Image.new("RGB", (64, 64)), [0], self.transform, [np.random.SeedSequence(0)]
+            )
             images = [] if blank is None else [blank[:0]]
         flat = self.drawn(epoch, rows)
         tokens = self._cat([part.tokens for part in parts if part.tokens is not None]) if self.tokenize else None
@@ -237,35 +222,10 @@ class _Part:
     bad: list[BadSample]
 
 
-class _Parts(Dataset[_Part]):
-    """Item k is the k-th part of the epoch."""
-
-    def __init__(self, order: TrainBatches, epoch: int, parts: list[list[int]]) -> None:
-        self.order, self.epoch, self.parts = order, epoch, parts
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, part: int) -> _Part:
-        o = self.order
-        rows, images = self.parts[part], None
-        bad: list[BadSample] = []
-        if o.transform is not None:
-            seeds = [np.random.SeedSequence([o.seed, 3, self.epoch, r]) for r in rows]
-            rows, images, bad = read_images(o.data, rows, o.transform, seeds)
-        tokens = None
-        if o.tokenize is not None:
-            flat = o.drawn(self.epoch, rows).tolist()
-            captions = [o.data.captions[r][f - int(o.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
-            tokens = o.tokenize(captions) if captions else o.tokenize([""])[:0]
-        return _Part(rows, images, tokens, bad)
-
-
 def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:
-    """A uniform uint64 hash of (seeds, row) for each row: splitmix64's finalizer, much faster than a generator a row."""
-    z = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0] + rows.astype(np.uint64) * np.uint64(
-        0x9E3779B97F4A7C15
-    )
+    """A uniform uint64 hash of (seeds, row) for each row: splitmix64's finalizer, faster than a generator a row."""
+    start = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
+    z = start + rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -277,40 +237,79 @@ def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
     return torch.tensor([known.setdefault(c, len(known)) for image in captions for c in image], dtype=torch.long)
 
 
+def iterate_images(
+    data: ImageTextData, transform: Transform, batch_size: int, workers: int = 0, rows: range | None = None
+) -> Iterator[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]:
+    """Images in row order: (rows [B], images [B, 3, H, W] or None where B = 0, [(row, BadSample)])."""
+    rows = range(len(data)) if rows is None else rows
+    batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
+    for batch, (images, bad) in zip(batches, _read(partial(_images, data, transform), batches, workers), strict=True):
+        lost = dict(bad)
+        yield torch.tensor([row for row in batch if row not in lost], dtype=torch.long), images, bad
+
+
+def _images(data: ImageTextData, transform: Transform, rows: list[int]) -> tuple[Tensor | None, Bad]:
+    return read_images(data.read_image, rows, transform)
+
+
+def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) -> Iterator[Tensor]:
+    """Token ids [B, L] of captions in order."""
+    for start in range(0, len(captions), batch_size):
+        yield tokenize(list(captions[start : start + batch_size]))
+
+
 # --- reading, in this process or in workers ---------------------------------------------------------------------------
+
+Bad = list[tuple[int, BadSample]]
 
 
 class ReaderDied(UserError):
     """A worker process was killed, for instance by the system where memory is short."""
 
 
-def _read_all(loader: DataLoader[T]) -> Iterator[T]:
-    """The loader's items (ReaderDied, raised here only).
+@dataclass
+class _Items(Dataset[T], Generic[T]):
+    """Item k is ``make`` of the k-th list of rows."""
+
+    make: Callable[[list[int]], T]
+    rows: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, k: int) -> T:
+        return self.make(self.rows[k])
+
+
+def _read(make: Callable[[list[int]], T], rows: list[list[int]], workers: int, prefetch_factor: int = 2) -> Iterator[T]:
+    """``make`` of each list of rows in order (ReaderDied, raised here only).
 
     torch reports a dead worker from a signal handler, in the middle of a step or of writing a checkpoint. Without that
     handler the loader notices by itself within seconds.
     """
+    loader = DataLoader(
+        _Items(make, rows),
+        batch_size=None,
+        shuffle=False,
+        num_workers=workers,
+        prefetch_factor=prefetch_factor if workers else None,
+        worker_init_fn=_ignore_sigint,
+        generator=torch.Generator(),
+    )
     iterator = iter(loader)
-    if loader.num_workers and threading.current_thread() is threading.main_thread():
+    if workers and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield from iterator
     except (RuntimeError, OSError, EOFError) as error:
         # OSError, EOFError: a batch was announced, and its worker died with the tensors
         raised_in_worker = str(error).startswith("Caught ")
-        if raised_in_worker or not loader.num_workers:
+        if raised_in_worker or not workers:
             raise
         raise ReaderDied(
             f"a reading process was ended from outside (out of memory?), "
             f"{printable(error, 120) or type(error).__name__}: try fewer --workers"
         ) from None
-
-
-class _Blank:
-    """Data of one black image, which has the shape of an empty batch's images."""
-
-    def read_image(self, row: int) -> Image.Image:
-        return Image.new("RGB", (64, 64))
 
 
 def _ignore_sigint(worker: int) -> None:
@@ -319,32 +318,31 @@ def _ignore_sigint(worker: int) -> None:
 
 
 def read_images(
-    data: ImageTextData | _Blank,
+    read: Callable[[int], Image.Image],
     rows: Sequence[int],
     transform: Transform,
     seeds: Sequence[np.random.SeedSequence] | None = None,
-) -> tuple[list[int], Tensor | None, list[BadSample]]:
+) -> tuple[Tensor | None, Bad]:
     """Read and transform images.
 
     Args:
-        data: The data.
+        read: Row -> decoded image, or BadSample.
         rows: Rows to read.
         transform: Image transform.
         seeds: A random state for each transform; the caller's states are restored.
 
     Returns:
-        Readable rows, their images [B, 3, H, W] (None for no row), and the bad samples.
+        Images of the readable rows [B, 3, H, W] (None for no row), and (row, BadSample) of the others.
     """
-    good: list[int] = []
     images: list[Tensor] = []
-    bad: list[BadSample] = []
+    bad: Bad = []
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()
     try:
         for i, row in enumerate(rows):
             try:
-                image = data.read_image(row)
+                image = read(row)
             except BadSample as error:
-                bad.append(error)
+                bad.append((row, error))
                 continue
             if seeds is not None:
                 a, b, c = (int(x) for x in seeds[i].generate_state(3))
@@ -352,44 +350,8 @@ def read_images(
                 torch.default_generator.manual_seed(b)  # the CPU's only: seeding CUDA here would disturb dropout
                 np.random.seed(c)  # some augmentations draw from it
             images.append(transform(image))
-            good.append(row)
     finally:
         random.setstate(states[0])
         torch.set_rng_state(states[1])
         np.random.set_state(states[2])
-    return good, torch.stack(images) if images else None, bad
-
-
-class _RowDataset(Dataset[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]):
-    def __init__(self, data: ImageTextData, batches: list[list[int]], transform: Transform) -> None:
-        self.data, self.batches, self.transform = data, batches, transform
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]:
-        rows, images, bad = read_images(self.data, self.batches[i], self.transform)
-        lost = [r for r in self.batches[i] if r not in set(rows)]
-        return torch.tensor(rows, dtype=torch.long), images, list(zip(lost, bad, strict=True))
-
-
-def iterate_images(
-    data: ImageTextData, transform: Transform, batch_size: int, workers: int = 0, rows: range | None = None
-) -> Iterator[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]:
-    """Images in row order: (rows [B], images [B, 3, H, W] or None where B = 0, [(row, BadSample)])."""
-    rows = range(len(data)) if rows is None else rows
-    batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
-    loader = DataLoader(
-        _RowDataset(data, batches, transform),
-        batch_size=None,
-        num_workers=workers,
-        worker_init_fn=_ignore_sigint,
-        generator=torch.Generator(),
-    )
-    yield from _read_all(loader)
-
-
-def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) -> Iterator[Tensor]:
-    """Token ids [B, L] of captions in order."""
-    for start in range(0, len(captions), batch_size):
-        yield tokenize(list(captions[start : start + batch_size]))
+    return torch.stack(images) if images else None, bad

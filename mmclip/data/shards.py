@@ -11,8 +11,8 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,8 +26,9 @@ _HOLDOUT = re.compile(r"(.*)\[holdout (\d{1,18})\]")  # a split's name by ImageT
 MAX_SHARDS = 1_000_000  # more is a slip in a pattern
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_CAPTION_BYTES = 1_000_000  # a larger text file is a fault, not a caption
-_BLOCK = 512  # tar's
+_END = 1024  # bytes of zeros that end a tar
 _PADDING = 1 << 20  # bytes checked behind a tar's end: writers pad to 10 KB, seldom to more
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 FORMS = (
     "a shard pattern 'DIR/{0..5}.tar', a folder in clip-benchmark's layout (ROOT or ROOT/SPLIT), a CSV, "
     "builtin:scenes or builtin:scenes-uninformative"
@@ -65,21 +66,26 @@ def open_data(
         return whole.holdout(int(held[2]))[1]
     if not source.strip():
         raise UserError(f"{source!r}: no data named; valid: {FORMS}")
-    path = builtin_folder(source) or Path(source)
     if "://" in source or source.startswith("pipe:"):
-        raise UserError(
-            f"{printable(source)}: remote data are not read; copy the shards to a local folder. Valid: {FORMS}"
-        )
+        raise UserError(f"{printable(source)}: remote data are not read; copy the shards to a local folder: {FORMS}")
+    path, truth = builtin_folder(source) or Path(source), None
     if dataset_type == "csv" or (dataset_type == "auto" and path.suffix.lower() in (".csv", ".tsv")):
-        return _finish(index_csv(path, img_key, caption_key, separator), str(path))
-    if is_folder(path):
+        data = index_csv(path, img_key, caption_key, separator)
+    elif is_folder(path):
         folder = find_split(path, split, purpose)
         if folder is None:
             folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
             wanted = split or ("train" if purpose == "train" else "test or val")
             raise UserError(f"{path}: no split {printable(wanted)} with shards in it; there: {printable(folders)}")
-        return _open_shards(shards_of(folder), str(path), folder.name, folder / "truth.jsonl")
-    return _open_shards(_expanded(source), source, split or "shards", None)
+        data, truth = _read_shards(shards_of(folder), str(path), folder.name), folder / "truth.jsonl"
+    else:
+        data = _read_shards(_expanded(source), source, split or "shards")
+    if not data.keys:
+        first = f"; first of {len(data.skipped)} skipped: {data.skipped[0]}" if data.skipped else ""
+        raise UserError(f"{printable(data.path)} [{data.split}]: empty: no image with a caption{first}")
+    if truth is not None and truth.is_file():
+        data.truth = _read_truth(truth, data)
+    return data
 
 
 def is_folder(path: Path) -> bool:
@@ -94,34 +100,28 @@ def _expanded(source: str) -> list[Path]:
     shards: list[Path] = []
     try:
         for part in source.split("::"):
-            if _most_names(part) > MAX_SHARDS:
+            ranges = re.findall(r"(-?\d+)\.\.(-?\d+)", part)  # braceexpand lists inner braces before the first name
+            large = any(abs(int(end) - int(start)) >= MAX_SHARDS for start, end in ranges) or part.count("{") > 20
+            names = [] if large else list(islice(braceexpand(part), MAX_SHARDS + 1))
+            if large or len(names) > MAX_SHARDS:
                 raise UserError(f"{printable(part)}: a pattern of more than {MAX_SHARDS:,} shards")
-            for name in braceexpand(part):
+            for name in names:
                 wild = glob.has_magic(name) and not Path(name).exists()
                 matches = glob.glob(name) if wild else []  # noqa: PTH207  (Path.glob takes no absolute pattern)
                 shards += _in_order([Path(p) for p in matches]) or [Path(name)]
-    except OSError as error:
-        raise UserError(f"{printable(source)}: {printable(error.strerror or error)}; valid: {FORMS}") from None
-    except (ValueError, RecursionError) as error:
+        if not any(s.suffix == ".tar" for s in shards):
+            raise UserError(f"{printable(source)}: no such data; valid: {FORMS}")
+        if missing := [str(s) for s in shards if not s.is_file()]:
+            count = f"{len(missing)} of {len(shards)}"
+            raise UserError(f"{printable(source)}: missing shard {printable(missing[0])} ({count})")
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{printable(source)}: not a shard pattern: {printable(error, 60)}; valid: {FORMS}") from None
-    if not any(s.suffix == ".tar" for s in shards):
-        raise UserError(f"{printable(source)}: no such data; valid: {FORMS}")
+        raise UserError(f"{printable(source)}: not a shard pattern: {reason(error, 60)}; valid: {FORMS}") from None
     return shards
 
 
-def _most_names(pattern: str) -> int:
-    """An upper bound of the names that braceexpand makes of a pattern: it lists inner braces before the first name."""
-    names = 1
-    while group := re.search(r"\{([^{}]*)\}", pattern):
-        span = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?", group[1])
-        names *= abs(int(span[2]) - int(span[1])) + 1 if span else group[1].count(",") + 1
-        pattern = pattern[: group.start()] + pattern[group.end() :]
-    return names
-
-
-def _in_order(shards: Iterable[Path]) -> list[Path]:
+def _in_order(shards: list[Path]) -> list[Path]:
     """By number: 2.tar before 10.tar."""
     return sorted(shards, key=lambda p: (str(p.parent), len(p.stem), p.stem))
 
@@ -129,14 +129,8 @@ def _in_order(shards: Iterable[Path]) -> list[Path]:
 def find_split(root: Path, split: str | None, purpose: str) -> Path | None:
     """The folder of a split in clip-benchmark's layout: ROOT/SPLIT, or ROOT itself where it holds shards."""
     names = [split] if split else ["train"] if purpose == "train" else ["test", "val"]
-    for name in names:
-        if _has_shards(root / name):
-            return root / name
-    return root if split in (None, root.name) and _has_shards(root) else None
-
-
-def _has_shards(folder: Path) -> bool:
-    return is_folder(folder) and ((folder / "nshards.txt").is_file() or any(folder.glob("*.tar")))
+    folders = [root / name for name in names] + [root] * (split in (None, root.name))
+    return next((f for f in folders if is_folder(f) and ((f / "nshards.txt").is_file() or any(f.glob("*.tar")))), None)
 
 
 def builtin_folder(source: str) -> Path | None:
@@ -149,9 +143,8 @@ def builtin_folder(source: str) -> Path | None:
     if variant == CLASSES:
         raise UserError(f"{source}: images of classes, without captions: for --zeroshot-data")
     if variant not in VARIANTS:
-        raise UserError(
-            f"{printable(source)}: unknown built-in data; valid: " + ", ".join(f"builtin:{v}" for v in VARIANTS)
-        )
+        valid = ", ".join(f"builtin:{v}" for v in VARIANTS)
+        raise UserError(f"{printable(source)}: unknown built-in data; valid: {valid}")
     return build_scenes(builtin_root(), variant)
 
 
@@ -162,7 +155,7 @@ def builtin_root() -> Path:
 
 def shards_of(folder: Path) -> list[Path]:
     """All shards of a split folder (UserError where an nshards.txt does not agree with them)."""
-    shards = _in_order(folder.glob("*.tar"))
+    shards = _in_order(list(folder.glob("*.tar")))
     count_file = folder / "nshards.txt"
     if not count_file.is_file():
         return shards
@@ -173,78 +166,55 @@ def shards_of(folder: Path) -> list[Path]:
             f"shards there: {len(shards)}"
         )
     expected = [folder / f"{i}.tar" for i in range(int(text))]
-    missing = [p.name for p in expected if p not in set(shards)]
-    extra = [p.name for p in shards if p not in set(expected)]
+    missing, extra = (
+        [p.name for p in some if p not in set(others)][:3] for some, others in ((expected, shards), (shards, expected))
+    )
     if missing or extra:
         raise UserError(
             f"{count_file} says {text} shards (0.tar to {int(text) - 1}.tar); missing: "
-            f"{', '.join(missing[:3]) or 'none'}; not counted: {', '.join(extra[:3]) or 'none'}"
+            f"{', '.join(missing) or 'none'}; not counted: {', '.join(extra) or 'none'}"
         )
     return expected
 
 
-def _open_shards(shards: list[Path], path: str, split: str, truth_file: Path | None) -> ImageTextData:
-    try:
-        missing = [str(s) for s in shards if not s.is_file()]
-    except OSError as error:
-        raise UserError(f"{printable(path)}: {printable(error.strerror or error)}") from None
-    if missing:
-        raise UserError(f"{printable(path)}: missing shard {printable(missing[0])} ({len(missing)} of {len(shards)})")
+def _read_shards(shards: list[Path], path: str, split: str) -> ImageTextData:
     data = ImageTextData(path, split, [], [], [])
-    seen: set[str] = set()
+    keys: set[str] = set()
     for shard in shards:
         samples = index_shard(shard)
         images = [s for s in samples if s.image is not None]
         if images and all(s.text is None and s.fault is None for s in images):
             raise UserError(f"{shard}: no captions: none of its {len(images)} images has a KEY.txt")
         for sample in samples:
-            _take(data, sample, seen)
-    _finish(data, path)
-    if truth_file is not None and truth_file.is_file():
-        data.truth = _read_truth(truth_file, data)
+            captions, fault = _captions(sample.text)
+            if sample.image is None:
+                fault = fault or "no image beside its captions"
+            if sample.key in keys:
+                fault = "a duplicate key: the first one is kept"
+            fault = sample.fault or fault
+            if fault is not None or sample.image is None:
+                data.skipped.append(BadSample(sample.key, sample.shard, fault or "no image"))
+                continue
+            keys.add(sample.key)
+            data.keys.append(sample.key)
+            data.captions.append(captions)
+            data.places.append((sample.shard, *sample.image))
     return data
-
-
-def _take(data: ImageTextData, sample: Sample, seen: set[str]) -> None:
-    captions, fault = _captions(sample.text)
-    fault = sample.fault or fault
-    if sample.image is None:
-        fault = fault or "no image beside its captions"
-    if sample.key in seen and sample.fault is None:
-        fault = "a duplicate key: the first one is kept"
-    if fault is not None or sample.image is None:
-        data.skipped.append(BadSample(sample.key, sample.shard, fault or "no image"))
-        return
-    seen.add(sample.key)
-    data.keys.append(sample.key)
-    data.captions.append(captions)
-    data.places.append((sample.shard, *sample.image))
 
 
 def _captions(text: bytes | None) -> tuple[list[str], str | None]:
-    """Captions, one a line without blank lines, and no fault; or no captions and the fault.
-
-    Lines end at \\n only: str.splitlines would also break a caption at U+2028 or a vertical tab.
-    """
+    """(captions, one a line without blank lines; None, or the fault where there is no caption)."""
     if text is None:
         return [], "no caption: KEY.txt is missing"
-    try:
-        lines = [line.strip() for line in text.decode("utf-8-sig").split("\n")]
+    try:  # lines end at \n only: str.splitlines would also break a caption at U+2028 or a vertical tab
+        lines = [line for raw in text.decode("utf-8-sig").split("\n") if (line := raw.strip())]
     except UnicodeDecodeError as error:
         return [], f"an undecodable caption: {error.reason} at byte {error.start}"
-    lines = [line for line in lines if line]
-    return (lines, None) if lines else ([], "no caption: KEY.txt is empty")
-
-
-def _finish(data: ImageTextData, path: str) -> ImageTextData:
-    if not data.keys:
-        first = f"; first of {len(data.skipped)} skipped: {data.skipped[0]}" if data.skipped else ""
-        raise UserError(f"{printable(path)} [{data.split}]: empty: no image with a caption{first}")
-    return data
+    return lines, None if lines else "no caption: KEY.txt is empty"
 
 
 def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
-    """truth.jsonl, one line an image; lines of skipped images are passed over. Errors: UserError naming the line."""
+    """truth.jsonl, one line an image; lines of skipped images are passed over (UserError names the line)."""
     by_key: dict[str, ImageTruth] = {}
     line_of: dict[str, int] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -254,10 +224,9 @@ def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
             key, truth = _truth_of(json.loads(line))
             if key in by_key:
                 raise ValueError(f"{key!r} has a line already, line {line_of[key]}")
-        except KeyError as error:
-            raise UserError(f"{path}, line {number}: not a truth of an image: no {error}") from None
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not a truth of an image: {printable(error)}") from None
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else printable(error)
+            raise UserError(f"{path}, line {number}: not a truth of an image: {why}") from None
         by_key[key], line_of[key] = truth, number
     for key, truth in by_key.items():
         for unknown in (k for c in truth.captions for k in c.relevant or () if k not in by_key):
@@ -272,9 +241,9 @@ def _read_truth(path: Path, data: ImageTextData) -> list[ImageTruth]:
 
 
 def _truth_of(entry: Any) -> tuple[str, ImageTruth]:
-    """A line of truth.jsonl. Errors: KeyError, TypeError, AttributeError, ValueError."""
+    """A line of truth.jsonl. Raises KeyError, TypeError, AttributeError or ValueError."""
     key, n_objects, captions = entry["key"], entry.get("n_objects"), []
-    counted = isinstance(n_objects, int) and not isinstance(n_objects, bool) and 0 <= n_objects < 2**31
+    counted = type(n_objects) is int and 0 <= n_objects < 2**31
     if not isinstance(key, str) or not (n_objects is None or counted):
         raise ValueError("key must be a string and n_objects a whole number")
     for caption in entry["captions"]:
@@ -283,9 +252,6 @@ def _truth_of(entry: Any) -> tuple[str, ImageTruth]:
             raise ValueError("relevant must be a list of keys")
         captions.append(CaptionTruth(str(caption["level"]), relevant))
     return key, ImageTruth(n_objects, captions)
-
-
-# --- tar shards -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -315,88 +281,58 @@ def index_shard(path: Path, text: str = "txt") -> list[Sample]:
     """
     samples: dict[str, Sample] = {}
     repeated: dict[str, Sample] = {}
-    size = path.stat().st_size
-    end, at = 0, -1
+    at = -1
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # ours are in ``samples``; a shard may have a million
-                if member.size < 0 or member.offset <= at:
-                    # tarfile would step back by a negative size and read the same members for ever
-                    raise UserError(f"{path}: damaged: its member {printable(member.name, 80)} has a negative size")
+                if member.size < 0 or member.offset <= at:  # tarfile would read the same members for ever
+                    raise tarfile.ReadError(f"{printable(member.name, 80)} has a negative size")
                 at = member.offset
-                stored = member.size if member.isreg() and not member.issparse() else 0
-                end = max(end, tar.offset if member.issparse() else member.offset_data + stored)
-                if end > size:
-                    raise UserError(
-                        f"{path}: truncated: its member {printable(member.name, 80)} ends at byte {end:,} "
-                        f"of a file of {size:,}"
-                    )
-                if not member.isdir():
-                    _add_member(samples, repeated, tar, member, str(path), text)
-    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: not a readable tar, or a truncated one: {reason(error)}{_packed(path)}") from None
+                name = PurePosixPath(member.name)
+                stem, _, suffix = name.name.partition(".")
+                if not member.isdir() and suffix.lower() in (*IMAGE_SUFFIXES, text):
+                    key = str(name.with_name(stem)) if stem else member.name
+                    sample = samples.setdefault(key, Sample(key, str(path)))
+                    if repeat := _add_member(sample, tar, member, suffix.lower() == text, text):
+                        repeated.setdefault(key, Sample(key, str(path), fault=repeat))
+            end = tar.offset
+        with path.open("rb") as file:
+            file.seek(end)
+            tail, behind = file.read(_END), file.read(_PADDING)
+    except Exception as error:  # damaged content makes tarfile raise nearly anything
+        with path.open("rb") as file:
+            start = file.read(6)
+        kind = next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None)
+        hint = f"; it is compressed ({kind}): unpack it, images are read by their place in the tar" if kind else ""
+        raise UserError(f"{path}: not a readable tar, or a truncated one: {reason(error)}{hint}") from None
     # tarfile takes a file that stops between members for complete; a whole one ends in zero blocks.
-    rest = -(-end // _BLOCK) * _BLOCK
-    with path.open("rb") as file:
-        file.seek(rest)
-        tail = file.read(2 * _BLOCK)
-        behind = file.read(_PADDING)
-    if len(tail) < 2 * _BLOCK or any(tail):
-        raise UserError(f"{path}: truncated or damaged: no end-of-archive blocks at byte {rest:,} of {size:,}")
+    if len(tail) < _END or any(tail):
+        raise UserError(f"{path}: truncated or damaged: no end-of-archive blocks at byte {end:,}")
     if any(behind):
         raise UserError(
-            f"{path}: goes on behind its end-of-archive blocks at byte {rest:,} of {size:,}: tars joined by cat? "
+            f"{path}: goes on behind its end-of-archive blocks at byte {end:,}: tars joined by cat? "
             "Their later members would be lost; list them as shards of their own"
         )
     return [*samples.values(), *repeated.values()]
 
 
-def _packed(path: Path) -> str:
-    """A hint for a compressed tar, else an empty string."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(6)
-    except OSError:
-        return ""
-    kinds = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-    kind = next((name for magic, name in kinds.items() if start.startswith(magic)), None)
-    return f"; it is compressed ({kind}): unpack it, images are read by their place in the tar" if kind else ""
-
-
-def _add_member(
-    samples: dict[str, Sample],
-    repeated: dict[str, Sample],
-    tar: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    shard: str,
-    text: str,
-) -> None:
-    name = PurePosixPath(member.name)
-    stem, _, suffix = name.name.partition(".")
-    suffix = suffix.lower()
-    if not suffix or suffix not in (*IMAGE_SUFFIXES, text):
-        return
-    key = str(name.with_name(stem)) if stem else member.name
-    sample = samples.setdefault(key, Sample(key, shard))
-    kind = "caption file" if text == "txt" else "label"
-    if (suffix == text and sample.text is not None) or (suffix != text and sample.image is not None):
-        what = kind if suffix == text else "image"
-        fault = f"a duplicate key, two {what}s: the first one is kept"
-        repeated.setdefault(key, Sample(key, shard, fault=fault))
-    elif not member.name.isascii() and any("\ud800" <= c <= "\udfff" for c in member.name):
+def _add_member(sample: Sample, tar: tarfile.TarFile, member: tarfile.TarInfo, is_text: bool, text: str) -> str | None:
+    """Add a file of a sample, or its fault; returns the fault of a repeated one."""
+    kind, shown = "image" if not is_text else "caption file" if text == "txt" else "label", printable(member.name, 80)
+    if (sample.text if is_text else sample.image) is not None:
+        return f"a duplicate key, two {kind}s: the first one is kept"
+    if any("\ud800" <= c <= "\udfff" for c in member.name):
         sample.fault = "a name that is not UTF-8"
-    elif name.is_absolute() or ".." in name.parts:
-        sample.fault = f"its member {printable(member.name, 80)} leaves the archive's folder"
+    elif member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+        sample.fault = f"its member {shown} leaves the archive's folder"
     elif not member.isreg() or member.issparse():
-        sample.fault = f"its member {printable(member.name, 80)} is a link, a device or a sparse file, not a plain one"
-    elif suffix == text:
-        if member.size > MAX_CAPTION_BYTES:
-            sample.fault = f"a {kind} of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"
-        else:
-            file = tar.extractfile(member)
-            sample.text = file.read() if file else b""
+        sample.fault = f"its member {shown} is a link, a device or a sparse file, not a plain one"
+    elif is_text and member.size > MAX_CAPTION_BYTES:
+        sample.fault = f"a {kind} of {member.size:,} bytes (at most {MAX_CAPTION_BYTES:,})"
+    elif is_text:
+        file = tar.extractfile(member)
+        sample.text = file.read() if file else b""
     else:
         sample.image = (member.offset_data, member.size)
+    return None

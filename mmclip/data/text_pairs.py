@@ -1,16 +1,17 @@
 """Training pairs for text retrieval: the judgments of a BEIR folder, or MS MARCO style triples.
 
 Triples are a .tsv (query TAB positive TAB negative…, no header) or a .jsonl (``query`` or ``anchor``, ``positive``, and
-``negative``, ``negative_1``… or a list ``negatives``). Equal texts have equal ids, so that known positives of a query are
-recognized wherever they stand in a batch. Faults name their line.
+``negative``, ``negative_1``… or a list ``negatives``). Equal texts have equal ids: known positives of a query are
+recognized in any place of a batch. Faults name their line.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,6 @@ class TextPairs:
     def n_queries(self) -> int:
         return len(np.unique(self.query_ids))
 
-    def dataset(self) -> Any:
-        """A datasets.Dataset of query, positive, negative_1…, and label [query id, document id, negatives' ids…]."""
-        from datasets import Dataset
-
-        columns: dict[str, Any] = {"query": self.queries, "positive": self.documents}
-        for k in range(self.n_negatives):
-            columns[f"negative_{k + 1}"] = [row[k] for row in self.negatives]
-        return Dataset.from_dict(columns | {"label": np.column_stack([self.query_ids, self.document_ids]).tolist()})
-
     def subset(self, rows: Array | list[int]) -> TextPairs:
         """Pairs of ``rows`` in that order; ``relevant`` stays whole."""
         rows = np.asarray(rows, dtype=np.int64)
@@ -89,20 +81,6 @@ class TextPairs:
         ids = np.unique(self.query_ids)
         kept = np.random.default_rng(seed).permutation(ids)[: math.ceil(fraction * len(ids))]
         return self.subset(np.flatnonzero(np.isin(self.query_ids, kept)))
-
-
-class _Ids:
-    """Ids of texts, equal for equal texts."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, int] = {}
-        self.texts: list[str] = []
-
-    def __call__(self, text: str) -> int:
-        number = self.of.setdefault(text, len(self.texts))
-        if number == len(self.texts):
-            self.texts.append(text)
-        return number
 
 
 def open_pairs(path: str | Path, split: str = "train") -> TextPairs:
@@ -132,8 +110,8 @@ def hold_out(
     total = len(collection.queries)
     if 2 * n_queries >= total:
         raise UserError(
-            f"--watch-queries {n_queries}: {printable(folder)} has {total} training quer{'y' if total == 1 else 'ies'}, "
-            "and fewer than half of them can be held out; 0 holds out none"
+            f"--watch-queries {n_queries}: {printable(folder)} has {total} training quer"
+            f"{'y' if total == 1 else 'ies'}, and fewer than half of them can be held out; 0 holds out none"
         )
     rng = np.random.default_rng(seed)
     rows = np.sort(rng.choice(total, n_queries, replace=False))
@@ -148,30 +126,56 @@ def _read(path: Path, split: str) -> tuple[TextPairs, BeirCollection | None]:
     if path.is_dir():
         collection = open_beir(path, split)
         return _judged_pairs(collection), collection
-    rows = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
-    if rows is None or not path.is_file():
+    read = {".tsv": _tsv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    if read is None or not path.is_file():
         why = "no such file or folder" if not path.exists() else "unknown file type"
         raise UserError(f"{printable(path)}: {why}: a BEIR folder, a .tsv or a .jsonl of triples is expected")
-    return _triples(path, rows(path)), None
+    rows: list[list[str]] = []
+    equal: dict[str, str] = {}  # one string for equal texts
+    for where, texts in read(path):
+        for name, text in zip(_names(texts), texts, strict=True):
+            if not check_text(text, f"{where}: the {name}").strip():
+                raise UserError(f"{where}: the {name} is empty")
+        if rows and len(texts) != len(rows[0]):
+            here, first = (f"{n} negative{'s' * (n != 1)}" for n in (len(texts) - 2, len(rows[0]) - 2))
+            raise UserError(f"{where}: {here}, and {first} in the first: every line must have equally many")
+        rows.append([equal.setdefault(text, text) for text in texts])
+    if not rows:
+        raise UserError(f"{printable(path)}: no pair in it")
+    query_ids = _ids(row[0] for row in rows)
+    document_ids = _ids(chain.from_iterable(row[1:] for row in rows)).reshape(len(rows), -1)
+    return TextPairs(
+        str(path),
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [row[2:] for row in rows],
+        query_ids,
+        document_ids,
+        np.unique(np.column_stack([query_ids, document_ids[:, 0]]), axis=0),
+    ), None
+
+
+def _ids(texts: Iterable[str]) -> Array:
+    """int64 numbers of texts, equal for equal ones."""
+    known: dict[str, int] = {}
+    return np.array([known.setdefault(text, len(known)) for text in texts], dtype=np.int64)
 
 
 def _judged_pairs(collection: BeirCollection) -> TextPairs:
-    query, document = _Ids(), _Ids()
-    queries = [query(text) for text in collection.queries]
-    documents = [document(text) for text in collection.documents]
-    ids = np.array([(queries[q], documents[d]) for q, d in collection.pairs], dtype=np.int64)
-    worded = np.array([bool(query.texts[q].strip() and document.texts[d].strip()) for q, d in ids])
-    notes = []
-    if left := int((~worded).sum()):
-        notes.append(f"{left} judgment{'s' * (left > 1)} of an empty document or query left out of training")
-    ids = ids[worded]
-    if not len(ids):
+    queries, documents = collection.queries, collection.documents
+    pairs = [(q, d) for q, d in collection.pairs.tolist() if queries[q].strip() and documents[d].strip()]
+    if not pairs:
         raise UserError(f"{printable(collection.path)}: every judgment above 0 is of an empty document or query")
+    notes = []
+    if left := len(collection.pairs) - len(pairs):
+        notes.append(f"{left} judgment{'s' * (left > 1)} of an empty document or query left out of training")
+    rows = np.array(pairs, dtype=np.int64)
+    ids = np.column_stack([_ids(queries)[rows[:, 0]], _ids(documents)[rows[:, 1]]])
     return TextPairs(
         collection.path,
-        [query.texts[q] for q, _ in ids],
-        [document.texts[d] for _, d in ids],
-        [[] for _ in ids],
+        [queries[q] for q, _ in pairs],
+        [documents[d] for _, d in pairs],
+        [[] for _ in pairs],
         ids[:, 0],
         ids[:, 1:],
         np.unique(ids, axis=0),
@@ -179,62 +183,25 @@ def _judged_pairs(collection: BeirCollection) -> TextPairs:
     )
 
 
-def _triples(path: Path, rows: Iterator[tuple[int, list[str]]]) -> TextPairs:
-    """Pairs from (line number, [query, positive, negatives…])."""
-    query, document = _Ids(), _Ids()
-    query_ids: list[int] = []
-    document_ids: list[list[int]] = []
-    for number, (text_of_query, *texts) in rows:
-        where = f"{printable(path)}: line {number}"
-        for name, text in zip(_names(len(texts)), (text_of_query, *texts), strict=True):
-            check_text(text, f"{where}: the {name}")
-            if not text.strip():
-                raise UserError(f"{where}: the {name} is empty")
-        if document_ids and len(texts) != len(document_ids[0]):
-            raise UserError(
-                f"{where}: {_negatives(len(texts) - 1)}, and {_negatives(len(document_ids[0]) - 1)} in the first: "
-                "every line must have equally many"
-            )
-        query_ids.append(query(text_of_query))
-        document_ids.append([document(text) for text in texts])
-    if not query_ids:
-        raise UserError(f"{printable(path)}: no pair in it")
-    queries, documents = np.array(query_ids, dtype=np.int64), np.array(document_ids, dtype=np.int64)
-    return TextPairs(
-        str(path),
-        [query.texts[q] for q in query_ids],
-        [document.texts[row[0]] for row in document_ids],
-        [[document.texts[d] for d in row[1:]] for row in document_ids],
-        queries,
-        documents,
-        np.unique(np.column_stack([queries, documents[:, 0]]), axis=0),
-    )
+def _names(texts: list[str]) -> list[str]:
+    return ["query", "positive", *(f"negative {k}" for k in range(1, len(texts) - 1))]
 
 
-def _names(documents: int) -> list[str]:
-    return ["query", "positive", *(f"negative {k}" for k in range(1, documents))]
-
-
-def _negatives(count: int) -> str:
-    return f"{count} negative{'s' * (count != 1)}"
-
-
-def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _tsv_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
     for number, line in read_lines(path):
-        cells = line.split("\t")
+        where, cells = f"{printable(path)}: line {number}", line.split("\t")
         if len(cells) < 2:
             raise UserError(
-                f"{printable(path)}: line {number}: query, positive and any negatives with tabs between were expected, "
-                f"got 1 column: {printable(line, 80)}"
+                f"{where}: query, positive and any negatives with tabs between were expected, got 1 column: "
+                f"{printable(line, 80)}"
             )
         if number == 1 and cells[0].lower() in ("query", "anchor") and cells[1].lower() == "positive":
-            raise UserError(f"{printable(path)}: line 1 names columns: triples in a .tsv have no header")
-        yield number, cells
+            raise UserError(f"{where} names columns: triples in a .tsv have no header")
+        yield where, cells
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    for number, entry in read_objects(path):
-        where = f"{printable(path)}: line {number}"
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, list[Any]]]:
+    for where, entry in read_objects(path):
         keys = [name for name in ("query", "anchor") if name in entry]
         if len(keys) != 1 or "positive" not in entry:
             raise UserError(
@@ -245,11 +212,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         listed = entry.get("negatives", [])
         if not isinstance(listed, list) or (single and listed):
             raise UserError(f"{where}: negatives is a list of texts, and stands alone or not at all")
-        texts = [entry[keys[0]], entry["positive"], *(entry[name] for _, name in single), *listed]
-        for name, text in zip(_names(len(texts) - 1), texts, strict=True):
-            if not isinstance(text, str):
-                raise UserError(f"{where}: the {name} is a text, got {printable(repr(text), 60)}")
-        yield number, texts
+        yield where, [entry[keys[0]], entry["positive"], *(entry[name] for _, name in single), *listed]
 
 
 def _collection(pairs: TextPairs) -> BeirCollection:
@@ -273,16 +236,14 @@ def _collection(pairs: TextPairs) -> BeirCollection:
 def _sample(whole: BeirCollection, rows: Array, documents: int, rng: np.random.Generator) -> BeirCollection:
     """Queries ``rows`` with their relevant documents and random others, in the order of ``whole``."""
     of_rows = np.isin(whole.pairs[:, 0], rows)
-    relevant = np.unique(whole.pairs[of_rows, 1])
+    pairs = whole.pairs[of_rows]
+    relevant = np.unique(pairs[:, 1])
     others = np.setdiff1d(np.arange(len(whole.documents)), relevant)
     more = rng.choice(others, min(len(others), max(0, documents - len(relevant))), replace=False)
     kept = np.sort(np.concatenate([relevant, more]))
     place = {int(d): at for at, d in enumerate(kept)}
-    pairs = whole.pairs[of_rows]
     excluded = {
-        at: [place[d] for d in whole.excluded[row] if d in place]
-        for at, row in enumerate(rows.tolist())
-        if row in whole.excluded
+        at: [place[d] for d in whole.excluded.get(row, ()) if d in place] for at, row in enumerate(rows.tolist())
     }
     return BeirCollection(
         whole.path,

@@ -22,7 +22,7 @@ Encode = Callable[[Tensor], Tensor]  # a batch on the device -> [B, W]
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """How to run an encoder: device, autocast, batch size, reading processes, and whether to show a bar."""
+    """How to run an encoder: device, autocast, batch size, reading processes, and whether to show a progress bar."""
 
     device: torch.device
     precision: str = "fp32"
@@ -30,12 +30,15 @@ class EncodeOptions:
     workers: int = 0
     progress: bool = True
 
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision != "fp32")
+    def run(self, encode: Encode, batch: Tensor) -> Tensor:
+        """A batch through an encoder: [B, W] float32 on the CPU."""
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision != "fp32")
+        with torch.no_grad(), autocast:
+            return encode(batch.to(self.device, non_blocking=True)).float().cpu()
 
     @contextlib.contextmanager
     def bar(self, label: str, total: int, n: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar over ``total`` steps; yields what advances it. Without a terminal, a line once n are done."""
+        """A progress bar of ``total`` steps, without a terminal a line in the end; yields a function to advance it."""
         with progress_bar() as bar:
             bar.disable = bar.disable or not self.progress
             task = bar.add_task(label, total=total, note="")
@@ -44,7 +47,6 @@ class EncodeOptions:
             print(f"{label}: {n} done", file=sys.stderr, flush=True)
 
 
-@torch.no_grad()
 def encode_images(
     encode: Encode,
     data: ImageTextData,
@@ -68,8 +70,7 @@ def encode_images(
         for batch_rows, images, failed in iterate_images(data, transform, options.batch_size, options.workers, rows):
             bad |= {row: sample.why for row, sample in failed}
             if images is not None:
-                with options.autocast():
-                    features = encode(images.to(options.device, non_blocking=True)).float().cpu()
+                features = options.run(encode, images)
                 if out is None:
                     out = torch.full((len(rows), features.shape[1]), torch.nan)
                 out[batch_rows - rows.start] = features
@@ -80,7 +81,6 @@ def encode_images(
     return out, bad
 
 
-@torch.no_grad()
 def encode_texts(
     encode: Encode,
     captions: Sequence[str],
@@ -90,8 +90,8 @@ def encode_texts(
 ) -> Tensor:
     """Encode captions: [M, W] float32 on the CPU.
 
-    Equal captions are encoded once, and captions of like length together, the longest first: a batch costs what its
-    longest does (mmclip.models.towers.shorten_tokens).
+    Equal captions are encoded once, and captions of similar length together, the longest first: a batch is as wide as
+    its longest caption (mmclip.models.towers.shorten_tokens).
     """
     if not captions:
         raise UserError("there are no captions to encode")
@@ -99,8 +99,7 @@ def encode_texts(
     parts: list[Tensor] = []
     with options.bar(label, len(different), len(captions)) as advance:
         for tokens in iterate_texts(different, tokenize, options.batch_size):
-            with options.autocast():
-                parts.append(encode(tokens.to(options.device, non_blocking=True)).float().cpu())
+            parts.append(options.run(encode, tokens))
             advance(len(tokens))
     place = {caption: row for row, caption in enumerate(different)}
     return torch.cat(parts)[[place[caption] for caption in captions]]

@@ -1,4 +1,4 @@
-"""Outputs of locked trunks, computed once and kept on disk in parts, so that an interruption loses one part at most."""
+"""Cache of locked trunks' outputs on disk, in parts: an interruption loses one part at most."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from mmclip.models.factory import ClipModel
 from mmclip.models.towers import as_bytes
 
 PART_ROWS = {"image": 512, "text": 4096}
-ADVICE = "free some space, or name another --cache-dir"
+Part = tuple[Tensor, dict[int, str]]  # outputs [rows, W], and the reasons of rows that could not be read
 
 
 def cache_key(side: str, model: ClipModel, data: ImageTextData) -> str:
-    """Digest of everything that a trunk's outputs depend on: its config and weights, the data, and what turns the
-    data into its input (the evaluation transform; the tokenizer, told by what it does to the data's first captions).
+    """Digest of all that a trunk's outputs depend on: its config and weights, the data, and the preprocessing.
+
+    Preprocessing is the evaluation transform, or the tokenizer, identified by the token ids of the first captions.
     """
     digest = hashlib.sha256()
     digest.update(f"1 {side} {model.towers.trunk_fingerprint(side)} {data.fingerprint()}".encode())
@@ -45,75 +46,79 @@ def cached_trunk(
     options: EncodeOptions,
     label: str,
     rows: Sequence[int] | None = None,
-) -> tuple[Tensor, dict[int, str]]:
-    """A trunk's outputs over a data set, or over some of its rows in their order, from the cache where they are there:
-    ([rows, W] float32, {row: why}).
+) -> Part:
+    """Outputs of a trunk over a data set, computed where the cache lacks them.
 
-    Rows are images for side "image" and captions, in the order of the images, for side "text". An image that cannot
-    be read leaves a row of NaN and its reason. Parts already on disk are not computed again, and those that hold none
-    of the ``rows`` not at all. Two processes that need the same parts wait for each other.
+    Parts on disk are not computed again, and parts without any of ``rows`` not at all. Processes that need the same
+    parts wait for each other.
+
+    Args:
+        side: "image" or "text".
+        model: Model with the trunk.
+        data: Data set, as it was opened.
+        folder: --cache-dir.
+        options: How to run the trunk.
+        label: Of the progress bar.
+        rows: Rows of images, or of captions counted over all images, in the order of the result; by default all.
+
+    Returns:
+        [rows, W] float32, and {row: reason} of images that cannot be read, whose outputs are NaN.
+
+    Raises:
+        UserError: The folder cannot be written, or the disk is too full.
     """
     captions = [c for image in data.captions for c in image]
-    total = len(data) if side == "image" else len(captions)
+    total, size = len(data) if side == "image" else len(captions), PART_ROWS[side]
     place = folder / cache_key(side, model, data)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--cache-dir {folder}: cannot be written: {error.strerror}") from None
     model.towers.eval()
-    size = PART_ROWS[side]
-    needed = sorted({row // size for row in (range(total) if rows is None else rows)})
+    rows = range(total) if rows is None else rows
+    parts: dict[int, Part] = {}
 
     def rows_of(part: int) -> range:
         return range(part * size, min((part + 1) * size, total))
 
-    def run(part: int) -> tuple[Tensor, dict[int, str]]:
+    def load_parts() -> list[int]:
+        """Load what is on disk; the parts that are missing."""
+        needed = sorted({row // size for row in rows} - parts.keys())
+        loaded = {part: _load(_path(place, part), len(rows_of(part))) for part in needed}
+        parts.update({part: content for part, content in loaded.items() if content is not None})
+        return [part for part in needed if part not in parts]
+
+    def compute(part: int) -> Part:
         own, note = rows_of(part), f"{label} ({part + 1}/{-(-total // size)})"
-        if side == "image":
-            reader = as_bytes(model.transform())
-            return encode_images(
-                lambda x: model.towers.trunk("image", model.pixels(x)), data, reader, options, own, note
-            )
-        texts = captions[own.start : own.stop]
-        return encode_texts(lambda t: model.towers.trunk("text", t), texts, model.tokens, options, note), {}
+        if side == "text":
+            texts = captions[own.start : own.stop]
+            return encode_texts(lambda t: model.towers.trunk("text", t), texts, model.tokens, options, note), {}
+        reader = as_bytes(model.transform())
+        return encode_images(lambda x: model.towers.trunk("image", model.pixels(x)), data, reader, options, own, note)
 
-    found: dict[int, tuple[Tensor, dict[int, str]]] = {}
-
-    def missing() -> list[int]:
-        for part in needed:
-            if part not in found and (there := _load(_path(place, part), len(rows_of(part)))) is not None:
-                found[part] = there
-        return [part for part in needed if part not in found]
-
-    if missing():
+    if load_parts():
         with lock_folder(place, f"{label}: waiting for another process that fills {printable(place)}"):
-            left = missing()
-            if left:
-                row = 4 * _width(side, model, options)
-                require_space(
-                    place,
-                    len(left) * size * row,
-                    min(size, total) * row,
-                    f"caching {label}",
-                    "name another --cache-dir",
-                )
-            for part in left:
-                found[part] = run(part)
-                _save(_path(place, part), *found[part])
-    features = torch.cat([found[part][0] for part in needed])
-    bad = {row: why for _, part_bad in found.values() for row, why in part_bad.items()}
-    if rows is None:
-        return features, bad
-    place_of = {row: i for i, row in enumerate(r for part in needed for r in rows_of(part))}
-    return features[[place_of[row] for row in rows]], {row: bad[row] for row in rows if row in bad}
+            if missing := load_parts():
+                one = model.transform()(Image.new("RGB", (64, 64)))[None] if side == "image" else model.tokenize(["a"])
+                row = 4 * model.towers.trunk(side, one.to(options.device)).shape[1]  # bytes
+                advice = "name another --cache-dir"
+                require_space(place, len(missing) * size * row, min(size, total) * row, f"caching {label}", advice)
+            for part in missing:
+                parts[part] = compute(part)
+                _save(_path(place, part), *parts[part])
+    order = sorted(parts)
+    place_of = {row: i for i, row in enumerate(r for part in order for r in rows_of(part))}
+    features = torch.cat([parts[part][0] for part in order])[[place_of[row] for row in rows]]
+    bad = {row: why for _, reasons in parts.values() for row, why in reasons.items()}
+    return features, {row: bad[row] for row in rows if row in bad}
 
 
 def _path(place: Path, part: int) -> Path:
     return place / f"part-{part:05d}.safetensors"
 
 
-def _load(path: Path, rows: int) -> tuple[Tensor, dict[int, str]] | None:
-    """A part's rows and the reasons of the bad ones; None where it is not there, or is not of ``rows`` rows."""
+def _load(path: Path, rows: int) -> Part | None:
+    """A part from the disk; None where it is missing, or is not of ``rows`` rows."""
     reasons = path.with_suffix(".json")
     if path.is_file() and reasons.is_file():
         features = load_file(str(path))["features"]
@@ -123,11 +128,6 @@ def _load(path: Path, rows: int) -> tuple[Tensor, dict[int, str]] | None:
 
 
 def _save(path: Path, features: Tensor, bad: dict[int, str]) -> None:
-    write_atomically(path.with_suffix(".json"), lambda p: p.write_text(json.dumps(bad), encoding="utf-8"), ADVICE)
-    write_atomically(path, lambda p: save_file({"features": features}, str(p)), ADVICE)  # last: it makes the part count
-
-
-def _width(side: str, model: ClipModel, options: EncodeOptions) -> int:
-    """Numbers that a trunk gives for one input."""
-    one = model.transform()(Image.new("RGB", (64, 64)))[None] if side == "image" else model.tokenize(["a"])
-    return model.towers.trunk(side, one.to(options.device)).shape[1]
+    advice = "free some space, or name another --cache-dir"
+    write_atomically(path.with_suffix(".json"), lambda p: p.write_text(json.dumps(bad), encoding="utf-8"), advice)
+    write_atomically(path, lambda p: save_file({"features": features}, str(p)), advice)  # last: it completes the part

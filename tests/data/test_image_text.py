@@ -1,8 +1,7 @@
-"""Pictures that decode, and pictures that cannot be used or were made to do harm; what tells two data sets apart."""
+"""Pictures that decode, pictures that are refused; subsets, permutations and the fingerprint of a data set."""
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 from pathlib import Path
@@ -18,44 +17,18 @@ from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import EncodeOptions, encode_images
 from mmclip.errors import UserError
 from mmclip.training.monitors import BadSamples, no_samples
-from tests.data.test_data import folder, good, jpeg, write_tar
-from tests.data.test_loader import TRANSFORM
+from tests.helpers.shards import encoded, folder, good, jpeg, write_tar
 
 
-def grey(value: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("L", (9, 7), value).save(out, "PNG")
-    return out.getvalue()
+def of_picture(path: Path, content: bytes) -> ImageTextData:
+    return open_data(str(write_tar(path / "0.tar", [("b.png", content), ("b.txt", b"x"), *good(1)])))
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "LA", "RGBA", "CMYK", "1", "I;16"])
 def test_every_picture_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
-    out = io.BytesIO()
-    image = Image.new("L", (9, 7), 90)
-    picture = Image.new("I;16", (9, 7), 900) if mode == "I;16" else image.convert(mode)
-    picture.save(out, "TIFF" if mode == "CMYK" else "PNG")
-    path = write_tar(tmp_path / "0.tar", [("a.png", out.getvalue()), ("a.txt", b"grey")])
-    read = open_data(str(path)).read_image(0)
+    picture = Image.new("I;16", (9, 7), 900) if mode == "I;16" else Image.new("L", (9, 7), 90).convert(mode)
+    read = of_picture(tmp_path, encoded(picture, "TIFF" if mode == "CMYK" else "PNG")).read_image(0)
     assert (read.mode, read.size) == ("RGB", (9, 7))
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"no image", jpeg()[:150], b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"]
-)
-def test_an_unreadable_picture_is_a_bad_sample_when_it_is_read(tmp_path: Path, content: bytes) -> None:
-    data = open_data(str(write_tar(tmp_path / "0.tar", [("b.jpg", content), ("b.txt", b"x"), *good(1)])))
-    with pytest.raises(BadSample) as error:
-        data.read_image(0)
-    assert error.value.key == "b" and "0.tar" in str(error.value) and "\n" not in str(error.value)
-    assert data.read_image(1).size == (20, 12)
-
-
-def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    Image.new("1", (20_000, 10_000)).save(out, "PNG")
-    data = open_data(str(write_tar(tmp_path / "0.tar", [("b.png", out.getvalue()), ("b.txt", b"x")])))
-    with pytest.raises(BadSample, match="pixels"):
-        data.read_image(0)
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
@@ -67,10 +40,10 @@ def png(width: int, height: int, extra: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(bytes(400))) + chunk(b"IEND", b"")
 
 
-def animated(form: str) -> bytes:
-    out, frames = io.BytesIO(), [Image.new("RGB", (40, 30), (i, 0, 0)) for i in range(1, 9)]
-    frames[0].save(out, form, save_all=True, append_images=frames[1:])
-    return out.getvalue()
+def animated(path: Path, form: str) -> bytes:
+    frames = [Image.new("RGB", (40, 30), (i, 0, 0)) for i in range(1, 9)]
+    frames[0].save(path / "a", form, save_all=True, append_images=frames[1:])
+    return (path / "a").read_bytes()
 
 
 BOMB = zlib.compress(bytes(100_000_000))
@@ -78,8 +51,14 @@ BOMB = zlib.compress(bytes(100_000_000))
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
+        (b"", "an empty picture"),
+        (b"no image", "not a readable picture of a known kind"),
+        (jpeg()[:150], ""),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a readable picture of a known kind"),
+        (encoded(Image.new("1", (20_000, 10_000))), "pixels"),
+        (encoded(Image.new("L", (1, 100_000))), "200 to 1"),
         (png(50_000, 50_000), "pixels"),
         (png(0, 0), "not a readable picture"),
         (png(10, 10, chunk(b"zTXt", b"k\0\0" + BOMB)), "too large"),
@@ -87,31 +66,32 @@ BOMB = zlib.compress(bytes(100_000_000))
         (png(10, 10, chunk(b"iCCP", b"k\0\0" + BOMB)), "too large"),
         (jpeg(1, (200, 200)).replace(b"\x00\xc8\x00\xc8", b"\xff\xdc\xff\xdc"), "pixels"),
         (jpeg(1, (200, 200))[:3000], "truncated"),
-        (animated("GIF").replace(b"\x28\x00\x1e\x00", b"\xff\xff\xff\xff"), "pixels"),
-        (animated("GIF"), None),
-        (animated("WEBP"), None),
-        (png(10, 10), None),
     ],
 )
-def test_pictures_made_to_fill_memory_or_hours_are_bad_samples(
-    tmp_path: Path, content: bytes, told: str | None
-) -> None:
-    data = open_data(str(write_tar(tmp_path / "0.tar", [("b.png", content), ("b.txt", b"x")])))
-    if told is None:
-        assert data.read_image(0).mode == "RGB", "of an animation the first picture"
-        return
+def test_unreadable_and_hostile_pictures_are_bad_samples(tmp_path: Path, content: bytes, message: str) -> None:
+    data = of_picture(tmp_path, content)
     with pytest.raises(BadSample) as error:
         data.read_image(0)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    shown = str(error.value)
+    assert shown.startswith(f"b in {tmp_path}/0.tar: ") and message in shown and "\n" not in shown
+    assert data.read_image(1).size == (20, 12)
 
 
-@pytest.mark.parametrize("key", ["absolute", "beside the CSV"])
+def test_of_an_animation_the_first_picture_is_read(tmp_path: Path) -> None:
+    for content in (animated(tmp_path, "GIF"), animated(tmp_path, "WEBP"), png(10, 10)):
+        assert of_picture(tmp_path, content).read_image(0).mode == "RGB"
+    large = animated(tmp_path, "GIF").replace(b"\x28\x00\x1e\x00", b"\xff\xff\xff\xff")
+    with pytest.raises(BadSample, match="pixels"):
+        of_picture(tmp_path, large).read_image(0)
+
+
+@pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("fault", ["damaged", "gone", "no image", "in a folder's place"])
-def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path, key: str, fault: str) -> None:
+def test_a_bad_picture_of_a_csv_is_named_once_in_every_message(tmp_path: Path, absolute: bool, fault: str) -> None:
     picture, table = tmp_path / "shown" / "bad.jpg", tmp_path / "pairs.csv"
     picture.parent.mkdir()
-    picture.write_bytes(b"no image" if fault == "no picture" else jpeg()[:150])
-    table.write_text(f"filepath\ttitle\n{picture if key == 'absolute' else 'shown/bad.jpg'}\tone\n", encoding="utf-8")
+    picture.write_bytes(b"no image" if fault == "no image" else jpeg()[:150])
+    table.write_text(f"filepath\ttitle\n{picture if absolute else 'shown/bad.jpg'}\tone\n", encoding="utf-8")
     data = open_data(str(table))
     if fault in ("gone", "in a folder's place"):
         picture.unlink()
@@ -120,47 +100,30 @@ def test_a_bad_picture_of_a_csv_is_named_once_wherever_it_is_told(tmp_path: Path
     with pytest.raises(BadSample) as error:
         data.read_image(0)
     with pytest.raises(UserError) as none:  # embed.py, the evaluation, and training with --cache-features
-        encode_images(lambda x: x.flatten(1), data, TRANSFORM, EncodeOptions(torch.device("cpu"), progress=False))
+        encode_images(torch.flatten, data, lambda x: x, EncodeOptions(torch.device("cpu"), progress=False))
+    bad = by_key([error.value])
     (line,) = BadSamples().add([error.value])  # training
-    for text in (str(error.value), line, skipped_line(by_key([error.value])), str(none.value),
-                 str(no_samples(1, 1, by_key([error.value])))):  # fmt: skip
-        assert text.count("bad.jpg") == 1 and str(picture) in text, text
-        assert "Errno" not in text, text
-
-
-def test_a_bad_picture_of_a_shard_is_named_by_key_and_shard(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "0.tar", [("b.jpg", b"no image"), ("b.txt", b"x")])
-    with pytest.raises(BadSample) as error:
-        open_data(str(shard)).read_image(0)
-    assert str(error.value).startswith(f"b in {shard}: not a readable picture")
-
-
-def test_a_line_of_pixels_is_refused_since_resizing_it_would_take_gigabytes(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    Image.new("L", (1, 100_000)).save(out, "PNG")
-    data = open_data(str(write_tar(tmp_path / "0.tar", [("b.png", out.getvalue()), ("b.txt", b"x")])))
-    with pytest.raises(BadSample, match="200 to 1"):
-        data.read_image(0)
+    for text in (str(error.value), line, skipped_line(bad), str(none.value), str(no_samples(1, 1, bad))):
+        assert text.count("bad.jpg") == 1 and str(picture) in text and "Errno" not in text, text
 
 
 def test_fingerprint_is_the_same_for_a_copy_and_another_for_other_data(tmp_path: Path) -> None:
-    one = open_data(str(folder(tmp_path / "a")))
-    copy = open_data(str(folder(tmp_path / "b")))
-    changed = [(n, c.replace(b"caption 0", b"caption O")) for n, c in good()]
-    other = open_data(str(folder(tmp_path / "c", shards=[changed])))
+    def opened(name: str, members: list[tuple[str, bytes]]) -> ImageTextData:
+        return open_data(str(folder(tmp_path / name, shards=[members])))
+
+    one, copy = opened("a", good()), opened("b", good())
+    other = opened("c", [(n, c.replace(b"caption 0", b"caption O")) for n, c in good()])
     assert one.fingerprint() == copy.fingerprint() != other.fingerprint()
-    plain = [[("a.png", grey(value)), ("a.txt", b"x")] for value in (90, 91)]
-    assert len({len(p[0][1]) for p in plain}) == 1, "pictures of one size"
-    assert len({open_data(str(folder(tmp_path / f"p{i}", shards=[p]))).fingerprint() for i, p in enumerate(plain)}) == 2
-    assert one.subset([1, 2]).fingerprint() != one.fingerprint()
-    assert one.subset([3, 1]).keys == ["k3", "k1"]
+    greys = [encoded(Image.new("L", (9, 7), value)) for value in (90, 91)]
+    assert len(greys[0]) == len(greys[1])
+    parts = [opened(f"p{i}", [("a.png", grey), ("a.txt", b"x")]).fingerprint() for i, grey in enumerate(greys)]
+    assert parts[0] != parts[1] and one.subset([1, 2]).fingerprint() != one.fingerprint()
 
 
 def made(counts: list[int]) -> ImageTextData:
     captions = [[f"{row}.{i}" for i in range(n)] for row, n in enumerate(counts)]
-    return ImageTextData(
-        "x", "train", [f"k{r}" for r in range(len(counts))], captions, [("x.tar", r, 1) for r in range(len(counts))]
-    )
+    keys = [f"k{row}" for row in range(len(counts))]
+    return ImageTextData("x", "train", keys, captions, [("x.tar", row, 1) for row in range(len(counts))])
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=12), st.integers(0, 5), st.data())

@@ -1,4 +1,4 @@
-"""The built-in scenes: same bytes for a seed, truth that follows from the words, splits and variants that hold."""
+"""The built-in scenes and classes: same bytes for a seed, truth that follows from the words, variants that hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from PIL import Image
 
 from mmclip.data.scenes import build as scenes
 from mmclip.data.scenes import drawing as scene_pictures
-from mmclip.data.scenes.build import SPLITS, VARIANTS, SceneSizes, build_scenes
+from mmclip.data.scenes.build import (
+    CLASSES,
+    SPLITS,
+    TEMPLATES,
+    VARIANTS,
+    SceneSizes,
+    build_scene_classes,
+    build_scenes,
+    class_names,
+)
 from mmclip.data.scenes.captions import (
     draw_partial,
     draw_scene,
@@ -28,7 +37,7 @@ from mmclip.data.scenes.captions import (
     near_miss,
     render,
 )
-from mmclip.data.scenes.world import Description, Scene, described
+from mmclip.data.scenes.world import COLOURS, PLACES, SHAPES, SIZES, Description, Scene, Thing, described
 from mmclip.errors import UserError
 from tests.helpers.scene_reading import is_true
 
@@ -39,7 +48,14 @@ seeds = st.integers(0, 2**32 - 1)
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("scenes")
-    return {variant: build_scenes(root, variant, sizes=SMALL) for variant in VARIANTS}
+    scenes = {variant: build_scenes(root, variant, sizes=SMALL) for variant in VARIANTS}
+    return scenes | {CLASSES: build_scene_classes(root, pictures=1)}
+
+
+def build(root: Path, name: str, seed: int = 0) -> Path:
+    if name == CLASSES:
+        return build_scene_classes(root, seed=seed, pictures=1)
+    return build_scenes(root, name, seed=seed, sizes=SMALL)
 
 
 def read(split: Path) -> dict[str, dict[str, bytes]]:
@@ -147,12 +163,27 @@ def test_large_splits_have_several_shards(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(read(folder)) == [line["key"] for line in truth(folder)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_same_seed_gives_the_same_bytes(built: dict[str, Path], variant: str, tmp_path: Path) -> None:
-    again = all_files(build_scenes(tmp_path / "a", variant, seed=0, sizes=SMALL))
-    assert again == all_files(built[variant])
-    other = all_files(build_scenes(tmp_path / "b", variant, seed=1, sizes=SMALL))
-    assert other["test/0.tar"] != again["test/0.tar"]
+@pytest.mark.parametrize("name", [*VARIANTS, CLASSES])
+def test_a_seed_gives_the_same_bytes_and_a_finished_build_is_kept(
+    built: dict[str, Path],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    folder = build(tmp_path, name)
+    n = 420 if name == CLASSES else 240
+    assert capsys.readouterr().err == f"drawing builtin:{name}: {n} pictures, kept for later runs\n"
+    first, inode = all_files(folder), folder.stat().st_ino
+    assert first == all_files(built[name])
+    assert build(tmp_path, name).stat().st_ino == inode and capsys.readouterr().err == "", "drawn already"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    other = all_files(build(tmp_path, name, seed=1))
+    assert f"{n}/{n}" in capsys.readouterr().err
+    assert other["test/0.tar"] != first["test/0.tar"], "another seed replaces it"
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == [name]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -218,16 +249,42 @@ def test_nothing_tells_relevance_in_the_uninformative_variant(built: dict[str, P
     assert kinds == {("scene", "absent")}
 
 
+# --- classes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_layout_is_clip_benchmarks_and_every_picture_has_one_right_class(built: dict[str, Path]) -> None:
+    names = (built[CLASSES] / "classnames.txt").read_text().splitlines()
+    assert names == class_names() and len(set(names)) == 42
+    assert (built[CLASSES] / "zeroshot_classification_templates.txt").read_text().splitlines() == list(TEMPLATES)
+    assert (built[CLASSES] / "dataset_type.txt").read_text() == "classification\n"
+    samples = read(built[CLASSES] / "test")
+    assert len(samples) == 42 * 10
+    seen = set()
+    for sample in samples.values():
+        scene = json.loads(sample["json"])
+        (thing,) = scene["objects"]
+        words = names[int(sample["cls"])].split()
+        assert words[1:] == [thing["colour"], thing["shape"]]
+        seen.add((words[1], words[2], thing["size"], scene["layout"]))
+        assert Image.open(io.BytesIO(sample["png"])).size == (48, 48)
+    assert len(seen) == len(COLOURS) * len(SHAPES) * len(SIZES) * len(PLACES), "every size in every place"
+
+
+def test_prompts_are_what_captions_say() -> None:
+    """Out of their own vocabulary the scenes' models would be measured on what they never read."""
+    rng = np.random.default_rng(0)
+    said = {render(rng, Description((Thing(None, "orange", "star"),))) for _ in range(60)}
+    assert "an orange star" in class_names() and said & {t.replace("{c}", "an orange star") for t in TEMPLATES}
+
+
+def test_no_picture_is_one_of_the_scenes(built: dict[str, Path]) -> None:
+    mine = {sample["png"] for sample in read(built[CLASSES] / "test").values()}
+    assert len(mine) == 420
+    for split in ("train", "test", "distractors"):
+        assert not mine & {sample["png"] for sample in read(built["scenes"] / split).values()}
+
+
 # --- building -------------------------------------------------------------------------------------------------------
-
-
-def test_a_finished_build_is_kept_and_another_seed_replaces_it(tmp_path: Path) -> None:
-    folder = build_scenes(tmp_path, seed=3, sizes=SMALL)
-    inode = folder.stat().st_ino
-    assert build_scenes(tmp_path, seed=3, sizes=SMALL).stat().st_ino == inode
-    before = all_files(folder)
-    assert all_files(build_scenes(tmp_path, seed=4, sizes=SMALL)) != before
-    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["scenes"]
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +316,9 @@ def test_a_folder_that_is_no_build_is_not_replaced(tmp_path: Path) -> None:
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'scene'.*scenes, scenes-uninformative"):
         build_scenes(tmp_path, "scene")
+    for bad in ({"seed": -1}, {"pictures": 0}):
+        with pytest.raises(UserError, match="valid: 0 or more"):
+            build_scene_classes(tmp_path, **bad)
     with pytest.raises(UserError, match="-1"):
         build_scenes(tmp_path, seed=-1)
     for sizes in ({"train": 0}, {"test": 5}, {"distractors": 10_000}):

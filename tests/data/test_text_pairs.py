@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,8 +58,8 @@ def test_triples_are_read_back_from_either_kind(rows: list[list[str]]) -> None:
         names = ["query", "positive", "negative", "negative_1", "negative_2"]
         write_jsonl(jsonl, (dict(reversed(list(zip(names[: len(row)], row, strict=True)))) for row in rows))
         write_jsonl(listed, ({"anchor": q, "positive": p, "negatives": n, "other": 1} for q, p, *n in rows))
-        found = [open_pairs(path) for path in (tsv, jsonl, listed)]
-    for pairs in found:
+        read = [open_pairs(path) for path in (tsv, jsonl, listed)]
+    for pairs in read:
         assert [[q, p, *n] for q, p, n in zip(pairs.queries, pairs.documents, pairs.negatives, strict=True)] == rows
         assert pairs.n_negatives == len(rows[0]) - 2 and pairs.n_queries == len({row[0] for row in rows})
         assert len(pairs.relevant) == len({tuple(row[:2]) for row in rows})
@@ -92,43 +90,17 @@ def test_equal_texts_have_one_number_and_empty_ones_leave(tmp_path: Path) -> Non
     assert "every judgment above 0 is of an empty document" in refusal(tmp_path)
 
 
-def test_the_dataset_is_what_the_trainers_collator_makes_a_batch_of(triples: Path) -> None:
-    from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
-
-    pairs = open_pairs(triples)
-    data = pairs.dataset()
-    assert data.column_names == ["query", "positive", "negative_1", "negative_2", "label"]
-    order: list[list[str]] = []
-
-    def preprocess(texts: list[str], **_: Any) -> dict[str, torch.Tensor]:
-        order.append(texts)
-        return {"input_ids": torch.zeros(len(texts), 1)}
-
-    collator = SentenceTransformerDataCollator(preprocess)
-    batch = collator([data[i] for i in (3, 0, 7)])
-    texts = [[pairs.queries[r], pairs.documents[r], *pairs.negatives[r]] for r in (3, 0, 7)]
-    assert order == [list(column) for column in zip(*texts, strict=True)]
-    expected = np.column_stack([pairs.query_ids, pairs.document_ids])[[3, 0, 7]]
-    assert batch["label"].dtype == torch.int64 and batch["label"].tolist() == expected.tolist()
-    assert [name for name in batch if name != "label"] == [
-        f"{column}_input_ids" for column in ("query", "positive", "negative_1", "negative_2")
-    ]
-
-
 def test_subsets_keep_what_is_known_and_fractions_whole_queries(triples: Path) -> None:
     pairs = open_pairs(triples)
     some = pairs.subset([4, 0])
     check(some)
     assert some.queries == [pairs.queries[4], pairs.queries[0]] and some.negatives[0] == pairs.negatives[4]
-    assert (
-        np.array_equal(some.relevant, pairs.relevant)
-        and some.document_ids.tolist()[1] == pairs.document_ids[0].tolist()
-    )
+    assert np.array_equal(some.relevant, pairs.relevant)
+    assert some.document_ids.tolist()[1] == pairs.document_ids[0].tolist()
     half, most = (set(pairs.take_fraction(f, 3).queries) for f in (0.5, 0.8))
     assert len(half) == 5 and len(most) == 8 and half < most
     assert half != set(pairs.take_fraction(0.5, 4).queries)
-    kept = pairs.take_fraction(0.5, 3)
-    assert len(kept) == sum(q in half for q in pairs.queries)
+    assert len(pairs.take_fraction(0.5, 3)) == sum(q in half for q in pairs.queries)
     assert len(pairs.take_fraction(1e-9, 0)) in (1, 2) and len(pairs.take_fraction(1, 0)) == len(pairs)
     with pytest.raises(UserError, match="--train-fraction 0"):
         pairs.take_fraction(0, 0)
@@ -146,17 +118,17 @@ def test_held_out_queries_leave_with_all_their_pairs(tmp_path: Path, triples: Pa
     assert not set(watched.queries) & set(rest.queries)
     assert set(watched.queries) | set(rest.queries) == set(pairs.queries)
     assert np.array_equal(rest.relevant, pairs.relevant)
-    asked = {(watched.queries[q], watched.documents[d]) for q, d in watched.pairs}
-    assert asked == {(q, d) for q, d in known if q in watched.queries} and len(asked) == len(watched.pairs)
+    judged = {(watched.queries[q], watched.documents[d]) for q, d in watched.pairs}
+    assert judged == {(q, d) for q, d in known if q in watched.queries} and len(judged) == len(watched.pairs)
     assert "4 of" in watched.notes[0] and "a sample" in watched.notes[0]
     assert len(set(watched.document_ids)) == len(watched.titles) == 9
 
-    again = hold_out(source, "train", 4, seed=1, documents=9)[1]
-    other = hold_out(source, "train", 4, seed=2, documents=9)[1]
-    assert again is not None and other is not None
+    again, other, few = (
+        hold_out(source, "train", 4, seed, documents)[1] for seed, documents in ((1, 9), (2, 9), (1, 1))
+    )
+    assert again is not None and other is not None and few is not None
     assert again.fingerprint() == watched.fingerprint() != other.fingerprint()
-    few = hold_out(source, "train", 4, seed=1, documents=1)[1]
-    assert few is not None and len(few.documents) == len({d for _, d in asked})
+    assert len(few.documents) == len({d for _, d in judged})
     nothing = hold_out(source, "train", 0, seed=1)
     assert nothing[1] is None and nothing[0].queries == pairs.queries
     total = pairs.n_queries
@@ -167,9 +139,8 @@ def test_held_out_queries_leave_with_all_their_pairs(tmp_path: Path, triples: Pa
 def test_held_out_queries_keep_gains_and_exclusions(tmp_path: Path) -> None:
     folder = make_beir(tmp_path / "beir", splits=("train",))
     queries = [json.loads(line) for line in (folder / "queries.jsonl").read_text().splitlines()]
-    write_jsonl(
-        folder / "queries.jsonl", ({**q, "excluded_ids": ["d58", "d59"], "answers": [q["_id"]]} for q in queries)
-    )
+    extra = ({**q, "excluded_ids": ["d58", "d59"], "answers": [q["_id"]]} for q in queries)
+    write_jsonl(folder / "queries.jsonl", extra)
     whole, watched = open_beir(folder, "train"), hold_out(folder, "train", 6, seed=0)[1]
     assert watched is not None and len(watched.documents) == 60 and watched.answers == [[q] for q in watched.query_ids]
     assert watched.excluded == {row: [58, 59] for row in range(6)}
@@ -182,7 +153,6 @@ TSV = [
     ("a\tb\n\n\tb\n", "line 3: the query is empty"),
     ("a\tb\na\t \n", "line 2: the positive is empty"),
     ("a\tb\tc\na\tb\t\n", "line 2: the negative 1 is empty"),
-    ("\t\n", "line 1: the query is empty"),
     ("a\tb\tc\na\tb\n", "line 2: 0 negatives, and 1 negative in the first"),
     ("a\tb\na\tb\tc\td\n", "line 2: 2 negatives, and 0 negatives in the first"),
     ("query\tpositive\tnegative\na\tb\tc\n", "line 1 names columns"),
@@ -192,24 +162,21 @@ TSV = [
 JSONL = [
     ('{"query": "a", "positive": "b"}\n{"query": "a"}', "line 2: query (or anchor), positive and any negatives were"),
     ('{"query": "a", "anchor": "a", "positive": "b"}', "line 1: query (or anchor), positive"),
-    ('{"query": "a", "positive": ["b"]}', "line 1: the positive is a text, got ['b']"),
-    ('{"query": null, "positive": "b"}', "line 1: the query is a text, got None"),
+    ('{"query": "a", "positive": ["b"]}', 'line 1: the positive is a text, got ["b"]'),
+    ('{"query": null, "positive": "b"}', "line 1: the query is a text, got null"),
     ('{"query": "a", "positive": "b", "negative": 1}', "line 1: the negative 1 is a text, got 1"),
     ('{"query": "a", "positive": "b", "negatives": "c"}', "line 1: negatives is a list of texts"),
     ('{"query": "a", "positive": "b", "negative": "c", "negatives": ["d"]}', "line 1: negatives is a list of texts"),
     ('{"query": "a", "positive": "\\udc00"}', "line 1: the positive holds half of a surrogate pair"),
-    ('{"query": "a", "positive": ""}', "line 1: the positive is empty"),
-    ('{"query": "a", "positive": "b", "negatives": ["c"]}\n{"query": "a", "positive": "b"}', "line 2: 0 negatives"),
     ('{"query": "a"', "line 1: not JSON"),
-    ("", "no pair in it"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"), [("a.tsv", *fault) for fault in TSV] + [("a.jsonl", *fault) for fault in JSONL]
+    ("name", "content", "message"), [("a.tsv", *fault) for fault in TSV] + [("a.jsonl", *fault) for fault in JSONL]
 )
-def test_faults_are_one_line(tmp_path: Path, name: str, content: str | bytes, told: str) -> None:
-    assert told in refusal(tmp_path / name, content)
+def test_faults_are_one_line(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    assert message in refusal(tmp_path / name, content)
 
 
 def test_what_is_neither_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mmclip.embeddings.encode import EncodeOptions
 from mmclip.embeddings.features import FeatureSource
 from mmclip.errors import UserError
 from mmclip.models.factory import ClipModel, build_model
-from tests.data.test_data import good, jpeg, write_tar
+from tests.helpers.shards import good, jpeg, write_tar
 from tests.helpers.tiny import ROOT
 
 OPTIONS = EncodeOptions(torch.device("cpu"), batch_size=4, progress=False)

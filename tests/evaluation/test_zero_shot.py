@@ -20,8 +20,8 @@ from mmclip.evaluation.zero_shot import ZeroShot, class_documents, classify, ope
 from mmclip.models.export import export_clip
 from mmclip.models.factory import build_model
 from mmclip.roles import Exponents, Normalization
-from tests.data.test_data import write_tar
 from tests.helpers.benchmarking import COLOURS, OURS, flags, metrics_of
+from tests.helpers.shards import write_tar
 from tests.helpers.tiny import run_script
 
 OPTIONS = EncodeOptions(torch.device("cpu"), progress=False)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmclip.data.text_pairs import TextPairs
+
 WORDS = tuple(
     a + b
     for a in ["ba", "de", "fi", "go", "ku", "la", "me", "no", "pi", "ru"]
@@ -153,3 +155,12 @@ def _save_encoder(
     model = SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
     model.save_pretrained(str(folder / "st"), create_model_card=False)
     return folder / "st"
+
+
+def dataset_of(pairs: TextPairs) -> Any:
+    """The datasets.Dataset that a SentenceTransformerTrainer reads, with ids of query, document, negatives as label."""
+    from datasets import Dataset
+
+    columns: dict[str, Any] = {"query": pairs.queries, "positive": pairs.documents}
+    columns |= {f"negative_{k + 1}": [row[k] for row in pairs.negatives] for k in range(pairs.n_negatives)}
+    return Dataset.from_dict(columns | {"label": np.column_stack([pairs.query_ids, pairs.document_ids]).tolist()})

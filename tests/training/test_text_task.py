@@ -21,7 +21,7 @@ from mmclip.models.text_encoder import TextEncoder, load_text_model
 from mmclip.roles import direction_weights
 from mmclip.training.step import TrainStep
 from mmclip.training.text_task import TextBatch, TextData, TextTask, how_to_score
-from tests.helpers.texts import WORDS, make_beir, make_bert, make_decoder, write_jsonl
+from tests.helpers.texts import WORDS, dataset_of, make_beir, make_bert, make_decoder, write_jsonl
 
 LONG = " ".join(WORDS[:40])
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def test_a_run_equals_one_of_sentence_transformers_trainer_step_by_step(
         disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    trainer = Trainer(model=theirs.encoder, args=arguments, train_dataset=pairs.dataset(), loss=loss,
+    trainer = Trainer(model=theirs.encoder, args=arguments, train_dataset=dataset_of(pairs), loss=loss,
                       data_collator=Collator(theirs), callbacks=[Clamp(loss)])  # fmt: skip
     trainer.losses = []
     trainer.train()

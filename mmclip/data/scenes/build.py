@@ -9,16 +9,14 @@
           {"key": "test-00000", "n_objects": 2, "captions": [{"level": "full", "relevant": ["test-00000"]}, ...]}
 
 ``captions`` follows the lines of KEY.txt. ``relevant`` holds the keys of all images of that split which the caption
-describes (world.py defines how a caption is read); train has no ``relevant``. In ``distractors`` every level is
-"distractor", ``relevant`` is empty, and the picture and each caption have a ``kind``: those pictures are described by
-no test caption, and those captions describe neither a test picture nor a distractor.
+describes (see world.py); train has no ``relevant``. In ``distractors`` every level is "distractor", ``relevant`` is
+empty, and the picture and each caption have a ``kind``: no test caption describes those pictures, and those captions
+describe neither a test picture nor a distractor. No scene of test or distractors occurs in train.
 
-Variants. ``scenes``: one to four objects; captions from fully specified to vague, so that how much a caption says,
-and whether a picture shows anything, can be told from it alone. ``scenes-uninformative``: two objects in every
-picture, every caption full and of as many words, every test caption with exactly one image, and distractors drawn
-like the test split itself: nothing about a caption or a picture alone predicts relevance.
-
-No scene of test or distractors occurs in train.
+Variants. ``scenes``: one to four objects; captions from fully specified to vague, so that a caption or a picture alone
+shows how specific it is. ``scenes-uninformative``: two objects in every picture, every caption full and of as many
+words, every test caption with exactly one image, and distractors drawn like the test split: nothing about a caption
+or a picture alone predicts relevance.
 
     ROOT/scenes-classes/          pictures of one object by colour and shape, for zero-shot classification
       dataset_type.txt, classnames.txt, zeroshot_classification_templates.txt
@@ -31,33 +29,32 @@ Every class has every size in every place as often, drawn with random numbers of
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
 import sys
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 
 from mmclip.console import progress_bar
+from mmclip.data.scenes.captions import Sample, plan_informative, plan_uninformative
 from mmclip.data.scenes.drawing import draw_nothing, draw_picture, png_bytes
-from mmclip.data.scenes.plan import Sample, plan_informative, plan_uninformative
 from mmclip.data.scenes.world import COLOURS, PLACES, SHAPES, SIZES, Scene, Thing, described
 from mmclip.errors import UserError
 
 VARIANTS = ("scenes", "scenes-uninformative")
 SPLITS = ("train", "test", "distractors")
-GENERATOR_VERSION = 1  # raised whenever the same seed would give other bytes: older builds are then replaced
+GENERATOR_VERSION = 1  # raised whenever a seed would give other content: older builds are then replaced
 _MARKER = "scenes.json"
 _SHARD = 1000  # images a tar
 CLASSES = "scenes-classes"
-CLASSES_VERSION = 1  # raised whenever the same seed would give other bytes
+CLASSES_VERSION = 1  # the same for the classes
 TEMPLATES = ("{c}", "a picture with {c}", "there is {c}")  # as captions say it
 PICTURES = 2  # of a class, size and place: 20 a class
 
@@ -128,18 +125,22 @@ def _read_marker(target: Path) -> object:
 
 
 def _write_all(folder: Path, variant: str, seed: int, sizes: SceneSizes) -> None:
-    (folder / "dataset_type.txt").write_text("retrieval\n", encoding="utf-8")
+    _write_lines(folder / "dataset_type.txt", ["retrieval"])
     rng = np.random.default_rng([seed, VARIANTS.index(variant)])
     plan = plan_informative if variant == "scenes" else plan_uninformative
-    with drawing(variant, sum(asdict(sizes).values())) as advance:
+    with _progress(variant, sum(asdict(sizes).values())) as advance:
         samples = plan(rng, sizes.train, sizes.test, sizes.distractors)
         for number, split in enumerate(SPLITS):
-            picture_seed = [seed, VARIANTS.index(variant), number]
-            _write_split(folder / split, samples[split], picture_seed, advance)
+            files = (
+                _sample(_key(split, i), sample, np.random.default_rng([seed, VARIANTS.index(variant), number, i]))
+                for i, sample in enumerate(samples[split])
+            )
+            _write_shards(folder / split, files, advance)
+            _write_lines(folder / split / "truth.jsonl", map(json.dumps, _truth(split, samples[split])))
 
 
 @contextlib.contextmanager
-def drawing(name: str, pictures: int) -> Iterator[Callable[[], object]]:
+def _progress(name: str, pictures: int) -> Iterator[Callable[[], object]]:
     """A progress bar of ``pictures`` steps, or one line without a terminal; yields a function that advances it."""
     label = f"drawing builtin:{name}"
     if not sys.stderr.isatty():
@@ -149,39 +150,28 @@ def drawing(name: str, pictures: int) -> Iterator[Callable[[], object]]:
         yield lambda: bar.advance(task)
 
 
-def _write_split(folder: Path, samples: list[Sample], seed: list[int], advance: Callable[[], object]) -> None:
-    """Write the shards of a split, nshards.txt and truth.jsonl; ``advance`` is called once an image."""
+def _write_shards(folder: Path, samples: Iterable[dict[str, Any]], advance: Callable[[], object]) -> None:
+    """Write samples as webdataset does, without time, so that equal content gives equal bytes; and nshards.txt."""
+    from webdataset import ShardWriter  # imports torch
+
     folder.mkdir()
-    n_shards = (len(samples) + _SHARD - 1) // _SHARD
-    for shard in range(n_shards):
-        with tarfile.open(folder / f"{shard}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            for i in range(shard * _SHARD, min((shard + 1) * _SHARD, len(samples))):
-                for extension, content in _files(samples[i], np.random.default_rng([*seed, i])):
-                    add_file(tar, f"{_key(folder.name, i)}.{extension}", content)
-                advance()
-    (folder / "nshards.txt").write_text(f"{n_shards}\n", encoding="utf-8")
-    lines = [json.dumps(line) + "\n" for line in _truth(folder.name, samples)]
-    (folder / "truth.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a member without time and owner, so that equal content gives equal bytes."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = len(content), 0o644
-    tar.addfile(info, io.BytesIO(content))
+    with ShardWriter(f"{folder}/%d.tar", maxcount=_SHARD, encoder=False, mtime=0.0, verbose=0) as shards:
+        for sample in samples:
+            shards.write(sample)
+            advance()
+        (folder / "nshards.txt").write_text(f"{shards.shard}\n", encoding="utf-8")
 
 
 def _key(split: str, i: int) -> str:
     return f"{split}-{i:05d}"
 
 
-def _files(sample: Sample, rng: np.random.Generator) -> Iterator[tuple[str, bytes]]:
-    """(extension, content) of a sample's files in the order of the shard."""
+def _sample(key: str, sample: Sample, rng: np.random.Generator) -> dict[str, Any]:
+    """Files of a sample by their suffix."""
     scene = sample.scene.to_json() if sample.scene else {"kind": sample.kind, "objects": []}
     picture = draw_picture(rng, sample.scene) if sample.scene else draw_nothing(rng, sample.kind or "blank")
-    yield "json", json.dumps(scene).encode()
-    yield "png", png_bytes(picture)
-    yield "txt", "".join(f"{caption.text}\n" for caption in sample.captions).encode()
+    texts = "".join(f"{caption.text}\n" for caption in sample.captions).encode()
+    return {"__key__": key, "json": json.dumps(scene).encode(), "png": png_bytes(picture), "txt": texts}
 
 
 def _truth(split: str, samples: list[Sample]) -> Iterator[dict[str, object]]:
@@ -230,23 +220,21 @@ def build_scene_classes(root: Path, seed: int = 0, pictures: int = PICTURES) -> 
 
 def _write_classes(folder: Path, seed: int, pictures: int) -> None:
     names = class_names()
-    for name, lines in (
-        ("dataset_type.txt", ["classification"]),
-        ("classnames.txt", names),
-        ("zeroshot_classification_templates.txt", list(TEMPLATES)),
-    ):
-        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    (folder / "test").mkdir()
-    (folder / "test" / "nshards.txt").write_text("1\n", encoding="utf-8")
-    total = len(names) * len(SIZES) * len(PLACES) * pictures
-    shard = folder / "test" / "0.tar"
-    with drawing(CLASSES, total) as advance, tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
+    _write_lines(folder / "dataset_type.txt", ["classification"])
+    _write_lines(folder / "classnames.txt", names)
+    _write_lines(folder / "zeroshot_classification_templates.txt", TEMPLATES)
+
+    def samples() -> Iterator[dict[str, Any]]:
         for label, (colour, shape) in enumerate(product(COLOURS, SHAPES)):
             for i, (size, place, _) in enumerate(product(SIZES, PLACES, range(pictures))):
                 scene = Scene(place, (Thing(size, colour, shape),))
                 picture = draw_picture(np.random.default_rng([seed, len(VARIANTS), label, i]), scene)
-                key = f"{colour}-{shape}-{i:03d}"
-                add_file(tar, f"{key}.json", json.dumps(scene.to_json()).encode())
-                add_file(tar, f"{key}.png", png_bytes(picture))
-                add_file(tar, f"{key}.cls", str(label).encode())
-                advance()
+                files = {"json": json.dumps(scene.to_json()).encode(), "png": png_bytes(picture)}
+                yield {"__key__": f"{colour}-{shape}-{i:03d}", **files, "cls": str(label).encode()}
+
+    with _progress(CLASSES, len(names) * len(SIZES) * len(PLACES) * pictures) as advance:
+        _write_shards(folder / "test", samples(), advance)
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,24 +1,26 @@
-"""What is drawn for the built-in scenes, and the words: random scenes, random true claims, and their English."""
+"""What each split of the built-in scenes holds, before any pixel is drawn.
+
+Random scenes, random true claims about them, their English, and from these the images and captions of each split.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TypeVar
 
 import numpy as np
 
+from mmclip.data.scenes.drawing import NOTHING_KINDS
 from mmclip.data.scenes.world import COLOURS, LAYOUTS, SHAPES, SIZES, Description, Scene, Thing, related
 
 T = TypeVar("T")
+CAPTIONS_PER_IMAGE = 5
+COUNT_SHARES = (0.07, 0.33, 0.33, 0.27)  # of 1 to 4 objects in the informative variant
+UNINFORMATIVE_OBJECTS = 2
 _COUNTS = {1: "one shape", 2: "two shapes", 3: "three shapes", 4: "four shapes"}
-_PLACE_PHRASES = {
-    "left": "on the left",
-    "right": "on the right",
-    "top": "at the top",
-    "bottom": "at the bottom",
-    "middle": "in the middle",
-}
+_PREPOSITIONS = {"left": "on", "right": "on", "top": "at", "bottom": "at", "middle": "in"}
 _INVERSE = {"left of": "right of", "above": "below"}
 _SYNONYMS = {"small": "little", "large": "big"}
 _SIZE_WORDS = (*_SYNONYMS, *_SYNONYMS.values())
@@ -102,9 +104,8 @@ def render(rng: np.random.Generator, description: Description) -> str:
     if description.layout is not None:
         return _pick(rng, full_texts(description))
     if description.count is not None:
-        return _pick(rng, ("{}", "a picture of {}", "just {}", "{} and nothing else")).format(
-            _COUNTS[description.count]
-        )
+        frame = _pick(rng, ("{}", "a picture of {}", "just {}", "{} and nothing else"))
+        return frame.format(_COUNTS[description.count])
     if description.level == "vague":
         return _pick(rng, ("{}", "a picture with {}", "there is {}")).format(_phrase(description.things[0]))
     phrases = [_phrase(thing) for thing in description.things]
@@ -141,7 +142,7 @@ def full_texts(description: Description, even_length: bool = False) -> list[str]
             top, bottom = " and ".join(names[:2]), " and ".join(names[2:])
             texts += [f"{top} {above} {bottom}", f"{bottom} {below} {top}"]
         else:
-            place = _PLACE_PHRASES[description.layout or ""]
+            place = f"{_PREPOSITIONS[description.layout or '']} the {description.layout}"
             texts += [f"{names[0]} {place}", f"{place} {names[0]}"]
     return texts
 
@@ -169,3 +170,96 @@ def draw_shuffled(rng: np.random.Generator, texts: Sequence[str]) -> str:
         well_placed = sum(a in ("a", "an") and b in _SIZE_WORDS for a, b in pairwise(shuffled))
         if articles > 1 and well_placed < articles - 1:
             return " ".join(shuffled)
+
+
+@dataclass(frozen=True)
+class Caption:
+    """A text with its level, and the claim that it renders."""
+
+    text: str
+    level: str
+    kind: str | None = None  # of a distractor
+    description: Description | None = None  # None: not a claim about scenes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image before its pixels. ``kind`` is a distractor's; without a scene it names what is drawn."""
+
+    scene: Scene | None
+    captions: tuple[Caption, ...]
+    kind: str | None = None
+
+
+Plan = dict[str, list[Sample]]  # by split
+
+
+def plan_informative(rng: np.random.Generator, n_train: int, n_test: int, n_distractors: int) -> Plan:
+    """One to four objects; captions from full to vague; distractors that show or say nothing true."""
+
+    def draw() -> Scene:
+        return draw_scene(rng, 1 + int(rng.choice(len(COUNT_SHARES), p=COUNT_SHARES)))
+
+    taken: set[Scene] = set()
+    tested = _fresh(draw, n_test, taken)
+    test = [_informative_sample(rng, scene) for scene in tested]
+    real_texts = [c.text for s in test for c in s.captions if c.level == "full"]
+    distractors = []
+    for i in range(n_distractors):
+        kind = NOTHING_KINDS[i % len(NOTHING_KINDS)]
+        missed = _fresh(lambda: near_miss(rng, tested[int(rng.integers(n_test))]), 2, taken)
+        claims = [full_description(scene) for scene in missed]
+        captions = [Caption(render(rng, claim), "distractor", "near-miss", claim) for claim in claims]
+        captions += [Caption(draw_boilerplate(rng), "distractor", "boilerplate")]
+        captions += [Caption(draw_shuffled(rng, real_texts), "distractor", "shuffled") for _ in range(2)]
+        distractors.append(Sample(None, tuple(captions), kind))
+    train = [_informative_sample(rng, s) for s in _fresh(draw, n_train, taken, repeats=True)]
+    return {"train": train, "test": test, "distractors": distractors}
+
+
+def _informative_sample(rng: np.random.Generator, scene: Scene) -> Sample:
+    """Two full captions, two partial ones, one vague: five different texts."""
+    captions: list[Caption] = []
+    while len(captions) < CAPTIONS_PER_IMAGE:
+        level = len(captions) // 2
+        description = (draw_partial, draw_vague)[level - 1](rng, scene) if level else full_description(scene)
+        text = render(rng, description)
+        if all(text != caption.text for caption in captions):
+            captions.append(Caption(text, description.level, description=description))
+    return Sample(scene, tuple(captions))
+
+
+def plan_uninformative(rng: np.random.Generator, n_train: int, n_test: int, n_distractors: int) -> Plan:
+    """Two objects, full captions of one length, test scenes that differ; distractors drawn as the test scenes are."""
+
+    def draw() -> Scene:
+        return draw_scene(rng, UNINFORMATIVE_OBJECTS)
+
+    def captions(scene: Scene, level: str, kind: str | None = None) -> tuple[Caption, ...]:
+        description = full_description(scene)
+        texts = full_texts(description, even_length=True)
+        chosen = rng.permutation(len(texts))[:CAPTIONS_PER_IMAGE]
+        return tuple(Caption(texts[int(i)], level, kind, description) for i in chosen)
+
+    taken: set[Scene] = set()
+    test = [Sample(s, captions(s, "full")) for s in _fresh(draw, n_test, taken)]
+    pictured = _fresh(draw, n_distractors, taken)
+    absent = _fresh(draw, n_distractors, taken)
+    distractors = [
+        Sample(shown, captions(other, "distractor", "absent"), "scene")
+        for shown, other in zip(pictured, absent, strict=True)
+    ]
+    train = [Sample(s, captions(s, "full")) for s in _fresh(draw, n_train, taken, repeats=True)]
+    return {"train": train, "test": test, "distractors": distractors}
+
+
+def _fresh(draw: Callable[[], Scene], n: int, taken: set[Scene], repeats: bool = False) -> list[Scene]:
+    """``n`` scenes that are not taken; each is taken from then on, unless ``repeats`` lets them return."""
+    scenes: list[Scene] = []
+    while len(scenes) < n:
+        scene = draw()
+        if scene not in taken:
+            scenes.append(scene)
+            if not repeats:
+                taken.add(scene)
+    return scenes

@@ -25,13 +25,7 @@ _RGB = {
     "blue": (50, 80, 230),
     "purple": (160, 50, 190),
 }
-_FOREIGN_RGB = (
-    (250, 250, 250),
-    (15, 15, 15),
-    (240, 160, 190),
-    (110, 70, 40),
-    (190, 180, 140),
-)  # no caption names these
+_FOREIGN_RGB = ((250,) * 3, (15,) * 3, (240, 160, 190), (110, 70, 40), (190, 180, 140))  # no caption names these
 _RADIUS = {"small": (0.068, 0.085), "large": (0.125, 0.145)}  # fractions of the picture's side
 _PLACES = {"left": (0.22, 0.5), "right": (0.78, 0.5), "top": (0.5, 0.22), "bottom": (0.5, 0.78), "middle": (0.5, 0.5)}
 NOTHING_KINDS = ("blank", "noise", "stripes", "gradient", "blobs", "foreign")

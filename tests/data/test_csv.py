@@ -9,7 +9,7 @@ import pytest
 
 from mmclip.data.shards import open_data
 from mmclip.errors import UserError
-from tests.data.test_data import jpeg
+from tests.helpers.shards import jpeg
 
 
 def test_csv_rows_of_one_path_are_one_image(tmp_path: Path) -> None:
