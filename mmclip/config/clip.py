@@ -7,21 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from mmclip.config import parser as t
 from mmclip.config.model_config import CONFIGS, check_model, export_folder, read_metadata
-from mmclip.config.parser import (
-    Bytes,
-    Check,
-    Config,
-    Count,
-    ExistingPath,
-    Fraction,
-    NotNegative,
-    Positive,
-    Share,
-    Steps,
-    Whole,
-    one_of,
-)
 from mmclip.config.sections import (
     BANK_SIZE,
     DeviceConfig,
@@ -38,8 +25,8 @@ from mmclip.roles import FIXED_NORMS, LOSS_WEIGHTS
 
 SCENES = "builtin:scenes"
 EMBEDDING_SUFFIXES = (".safetensors", ".npz")
-Moment = Annotated[float, Check("a number from 0 to below 1", lambda v: 0 <= v < 1)]
-Pairs = Annotated[int, Check("2 or more pairs: a single pair has no rival", lambda v: v >= 2)]
+Moment = Annotated[float, t.Check("a number from 0 to below 1", lambda v: 0 <= v < 1)]
+Pairs = Annotated[int, t.Check("2 or more pairs: a single pair has no rival", lambda v: v >= 2)]
 
 
 def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
@@ -64,7 +51,7 @@ def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
     return parsed
 
 
-class DataConfig(Config):
+class DataConfig(t.Config):
     """Training and evaluation data."""
 
     train_data: str = SCENES
@@ -74,15 +61,15 @@ class DataConfig(Config):
     """Validation and evaluation data, or 'none' [--train-data's own evaluation split]"""
     train_split: str | None = None  # Split of a folder to train on [train]
     val_split: str | None = None  # Split of a folder to evaluate on [test, else val]
-    val_holdout: Count | None = None
+    val_holdout: t.Count | None = None
     """Evaluate on the last N training images, which are then not trained on: to choose settings without a look at the
     evaluation data."""
-    train_fraction: Fraction | None = None  # Train on the first share of the images (that --val-holdout leaves).
-    train_num_samples: Count | None = None  # Train on the first N images only.
+    train_fraction: t.Fraction | None = None  # Train on the first share of the images (that --val-holdout leaves).
+    train_num_samples: t.Count | None = None  # Train on the first N images only.
     permute_pairs: bool = False
     """Give every training image the captions of another one: a null, in which any effect is an artefact."""
     keep_last: bool = False  # Train on the last, partial batch of an epoch too.
-    max_bad_samples: Whole | None = None
+    max_bad_samples: t.Whole | None = None
     """Stop with an error after more unusable training samples than this [skip, count and name them]"""
     aug_cfg: list[str] | None = None
     """Training augmentation, open_clip's: scale=0.9,1 color_jitter=0.2 …; none=1 for the evaluation transform."""
@@ -97,25 +84,25 @@ class DataConfig(Config):
         parse_aug_cfg(self.aug_cfg)
 
 
-class DirectionConfig(Config):
+class DirectionConfig(t.Config):
     """Trained directions."""
 
-    loss: Annotated[str, one_of(*LOSS_WEIGHTS)] = "sym"
+    loss: Annotated[str, t.one_of(*LOSS_WEIGHTS)] = "sym"
     """Trained directions: both (sym), image-to-text (asym-i2t) or text-to-image (asym-t2i) only."""
-    i2t_weight: Share | None = None  # Weight of i2t in --loss sym [0.5]
+    i2t_weight: t.Share | None = None  # Weight of i2t in --loss sym [0.5]
 
 
-class ScheduleConfig(Config):
+class ScheduleConfig(t.Config):
     """Changes over a run."""
 
-    gamma_schedule: Annotated[str, one_of("none", "switch", "anneal")] = "none"
+    gamma_schedule: Annotated[str, t.one_of("none", "switch", "anneal")] = "none"
     """Schedule from --gamma-from to --norm: at once at --gamma-start, or linearly from there to --gamma-end; alpha
     keeps the effective scale."""
-    gamma_from: Annotated[str, one_of(*FIXED_NORMS)] = "cosine"  # Normalization at the start of a schedule.
-    gamma_start: Steps = 0.5  # Step, or fraction of the run, at which the schedule leaves --gamma-from.
-    gamma_end: Steps = 0.75  # Step, or fraction of the run, at which an anneal arrives at --norm.
-    stage2_lr_factor: Positive = 1.0  # Factor of all learning rates after --gamma-schedule switch.
-    i2t_weight_end: Share | None = None  # Weight of i2t at the last step with --loss sym, linearly from --i2t-weight.
+    gamma_from: Annotated[str, t.one_of(*FIXED_NORMS)] = "cosine"  # Normalization at the start of a schedule.
+    gamma_start: t.Steps = 0.5  # Step, or fraction of the run, at which the schedule leaves --gamma-from.
+    gamma_end: t.Steps = 0.75  # Step, or fraction of the run, at which an anneal arrives at --norm.
+    stage2_lr_factor: t.Positive = 1.0  # Factor of all learning rates after --gamma-schedule switch.
+    i2t_weight_end: t.Share | None = None  # Weight of i2t at the last step with --loss sym, linearly from --i2t-weight.
 
     needs = {
         "stage2_lr_factor": "gamma_schedule switch",
@@ -143,7 +130,7 @@ class LossConfig(ScheduleConfig, SimilarityConfig, DirectionConfig):
             raise UserError(f"{given}: --gamma-start {start:g} is not before --gamma-end {end:g}")
 
 
-class ModelConfig(Config):
+class ModelConfig(t.Config):
     """Model and initial weights."""
 
     model: str = "ViT-B-32"  # Model: an open_clip model name, a model config JSON, or local-dir:FOLDER.
@@ -152,12 +139,12 @@ class ModelConfig(Config):
     """Start from a finished run: its folder, or its model folder. Architecture, weights, transform and tokenizer are
     its own, whatever --model, --image-trunk and --text-trunk say; alpha keeps its effective scale without
     --logit-scale-init."""
-    image_trunk: ExistingPath | None = None  # Weights of a timm image trunk: safetensors or .pt.
-    text_trunk: ExistingPath | None = None  # Hugging Face folder of the text trunk and tokenizer.
+    image_trunk: t.ExistingPath | None = None  # Weights of a timm image trunk: safetensors or .pt.
+    text_trunk: t.ExistingPath | None = None  # Hugging Face folder of the text trunk and tokenizer.
     pretrained_image: bool = False  # Load timm's own pretrained weights into a timm image trunk.
     pretrained_text: bool = True  # Load the Hugging Face weights of an HF text trunk.
-    force_image_size: Count | None = None  # Image size in pixels, instead of the model's.
-    force_context_length: Count | None = None  # Text length in tokens, instead of the model's.
+    force_image_size: t.Count | None = None  # Image size in pixels, instead of the model's.
+    force_context_length: t.Count | None = None  # Text length in tokens, instead of the model's.
     lock_image: bool = False  # Freeze the image trunk; its projection head still trains.
     lock_text: bool = False  # Freeze the text trunk; its projection head still trains.
     cache_features: bool = False
@@ -180,32 +167,32 @@ class ModelConfig(Config):
             self.image_trunk = self.text_trunk = None
 
 
-class ClipOptimizationConfig(Config):
+class ClipOptimizationConfig(t.Config):
     """Batches and AdamW of a CLIP run."""
 
-    accum_freq: Count = 1
+    accum_freq: t.Count = 1
     """Forward passes a step. The loss treats all their pairs as one batch, with that batch's exact gradients: less
     memory, one more forward pass."""
     loss_batch_size: Pairs | None = None
     """Pairs of a step in the loss, of all processes, encoded --batch-size at a time; it need not be a multiple
     [--batch-size x --accum-freq x processes]"""
-    proj_wd: NotNegative | None = None
+    proj_wd: t.NotNegative | None = None
     """Weight decay of the output projections, which carry the magnitude [as --wd]"""
     beta1: Moment = 0.9  # AdamW's first moment.
     beta2: Moment = 0.98  # AdamW's second moment.
-    eps: Positive = 1e-6  # AdamW's epsilon.
-    grad_clip_norm: Positive | None = None  # Clip the norm of the gradient to this [off]
+    eps: t.Positive = 1e-6  # AdamW's epsilon.
+    grad_clip_norm: t.Positive | None = None  # Clip the norm of the gradient to this [off]
 
     excludes = {("loss_batch_size", "accum_freq"): "both set the number of pairs in the loss"}
 
 
-class ClipRunConfig(Config):
+class ClipRunConfig(t.Config):
     """Evaluation and output of a CLIP run."""
 
-    bank_size: Whole = BANK_SIZE
+    bank_size: t.Whole = BANK_SIZE
     """Training captions (or images) with which the last evaluation corrects the untrained direction; 0: none."""
     report: bool = True  # Write report.html at the end: numbers, curves, best and worst retrievals.
-    val_steps: Count | None = None  # Steps between validations of both directions [an epoch]
+    val_steps: t.Count | None = None  # Steps between validations of both directions [an epoch]
     compare: list[str] | None = None  # Finished runs to compare this one with at the end.
 
 
@@ -258,8 +245,8 @@ class EncodeConfig(DeviceConfig, ImageFilesConfig):
     """Query bank: training data whose captions (or images) correct every direction whose opposite was trained. With
     saved embeddings another file of those; 'transductive' is the evaluation's own, which a real search lacks."""
     bank_split: str | None = None  # Split of the bank's folder [train]
-    bank_size: Count = BANK_SIZE  # Captions (or images) drawn from the bank.
-    batch_size: Count = 64  # Images and captions a batch.
+    bank_size: t.Count = BANK_SIZE  # Captions (or images) drawn from the bank.
+    batch_size: t.Count = 64  # Images and captions a batch.
     precision: Precision = "fp32"
 
     needs = {"pretrained": "model"}
@@ -319,7 +306,7 @@ class EvaluateConfig(VerdictConfig, ZeroShotConfig, EncodeConfig):
     verbose: bool = False  # End with every table, not with a summary alone.
     compare: list[str] | None = None  # Finished runs on the same data to compare with.
     plot: str | None = None  # PNG file for the trade-off picture of the compared runs.
-    block_bytes: Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
+    block_bytes: t.Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
 
     most_used = "model pretrained data split embeddings bank compare control baseline output"
 
@@ -330,8 +317,7 @@ class EvaluateConfig(VerdictConfig, ZeroShotConfig, EncodeConfig):
             raise UserError("--zeroshot-data needs --model: finished runs are compared as they are")
         for name in ("model", "pretrained", "data", "split", "distractors", "bank_split", "zeroshot_data"):
             if self.embeddings is not None and self.is_set(name):
-                both = f"{self.as_flag('embeddings')} with --{name.replace('_', '-')}"
-                raise UserError(f"{both}: saved embeddings are what they are; encode again with mmclip embed")
+                self.exclude("embeddings", name, "saved embeddings are what they are; mmclip embed encodes again")
 
 
 class DiagnoseConfig(EvaluateConfig):

@@ -76,11 +76,6 @@ class Flag(NamedTuple):
         words = self.name.replace("_", "-")
         return (f"--{words}", f"--no-{words}") if self.kind is bool else (f"--{words}",)
 
-    def described(self, value: Any) -> str:
-        """The field as it would stand on the command line, for messages."""
-        words = value if self.many else [] if value is True else [f"{value:g}" if isinstance(value, float) else value]
-        return printable(" ".join(map(str, [self.options[0], *words])))
-
 
 def _flags(cls: type) -> dict[str, Flag]:
     """The fields of a config class by name, in their order."""
@@ -149,7 +144,10 @@ class Config:
         return bool(getattr(self, name) != self.flags[name].default)
 
     def as_flag(self, name: str) -> str:
-        return self.flags[name].described(getattr(self, name))
+        """A field as it would stand on the command line, for messages."""
+        flag, value = self.flags[name], getattr(self, name)
+        words = value if flag.many else [] if value is True else [f"{value:g}" if isinstance(value, float) else value]
+        return printable(" ".join(map(str, [flag.options[0], *words])))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)  # type: ignore[call-overload]

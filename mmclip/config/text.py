@@ -5,20 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from mmclip.config.parser import (
-    Bytes,
-    Count,
-    ExistingFile,
-    ExistingFolder,
-    ExistingPath,
-    Fraction,
-    Inner,
-    NotNegative,
-    Positive,
-    Share,
-    Whole,
-    one_of,
-)
+from mmclip.config import parser as t
 from mmclip.config.sections import (
     Norm,
     OptimizationConfig,
@@ -48,30 +35,31 @@ class TextTrainConfig(RunConfig, OptimizationConfig, SimilarityConfig, TextModel
     module, which hides norms, is removed and reported.
     """
 
-    train_data: ExistingPath | None = None
+    train_data: t.ExistingPath | None = None
     """Training data: a BEIR folder, or triples: .tsv (query, positive, negatives…) or .jsonl (query, positive,
     negative…)."""
     train_split: str = "train"  # Split of the BEIR folder.
     val_data: list[str] | None = None
     """BEIR folders to evaluate the finished model on, each FOLDER or FOLDER:SPLIT [test]. The first is the run's
     results.json, others lie in evaluations/."""
-    watch_queries: Whole = 100  # Training queries held out and watched while training, natively and by cosine; 0: none.
-    train_fraction: Fraction = 1.0  # Share of the queries to train on.
+    watch_queries: t.Whole = 100
+    """Training queries held out and watched while training, natively and by cosine; 0: none."""
+    train_fraction: t.Fraction = 1.0  # Share of the queries to train on.
     keep_normalize: bool = False  # Keep a final Normalize module: norms are 1, and only --norm cosine trains.
-    loss: Annotated[str, one_of(*TEXT_LOSS_WEIGHTS)] = "q2d"
+    loss: Annotated[str, t.one_of(*TEXT_LOSS_WEIGHTS)] = "q2d"
     """Trained directions: query to document (q2d), document to query (d2q), or both."""
-    q2d_weight: Share | None = None  # Weight of q2d in --loss both [0.5]
+    q2d_weight: t.Share | None = None  # Weight of q2d in --loss both [0.5]
     learn_scale: bool = False  # Train alpha too; by default it stays where the first batch sets it.
-    mini_batch_size: Count | None = None
+    mini_batch_size: t.Count | None = None
     """Texts that go through the model at once, by gradient caching: the batch's exact gradients in less memory."""
-    grad_clip_norm: NotNegative = 1.0  # Clip the norm of the model's gradient to this; 0: off.
-    watch_steps: Count | None = None  # Steps between looks at the held-out queries [an epoch]
-    logit_scale_init: Positive = 20.0
-    epochs: Count = 3
-    lr: Positive = 2e-5
-    wd: NotNegative = 0.01
-    log_every_n_steps: Count = 1
-    keep_checkpoints: Count = 2
+    grad_clip_norm: t.NotNegative = 1.0  # Clip the norm of the model's gradient to this; 0: off.
+    watch_steps: t.Count | None = None  # Steps between looks at the held-out queries [an epoch]
+    logit_scale_init: t.Positive = 20.0
+    epochs: t.Count = 3
+    lr: t.Positive = 2e-5
+    wd: t.NotNegative = 0.01
+    log_every_n_steps: t.Count = 1
+    keep_checkpoints: t.Count = 2
     measure_start: bool = True
 
     has_config_file = True
@@ -102,12 +90,12 @@ class TextEvaluateConfig(VerdictConfig, TextModelConfig):
 
     data: str | None = None  # A BEIR folder: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.
     split: str = "test"  # Split whose judgments are used.
-    run: list[ExistingFile] | None = None  # TREC run files of any system, measured by the same judgments.
+    run: list[t.ExistingFile] | None = None  # TREC run files of any system, measured by the same judgments.
     output: str | None = None  # Folder of results.json [evaluations/DATA-SPLIT in the run, else in logs]
-    run_depth: Whole = 100  # Documents of a query in the TREC run files that are written; 0: no files.
+    run_depth: t.Whole = 100  # Documents of a query in the TREC run files that are written; 0: no files.
     fisher: bool = False  # Condition numbers of the four Fisher matrices: seconds to minutes.
     compare: list[str] | None = None  # Finished runs on the same data to compare with.
-    block_bytes: Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
+    block_bytes: t.Bytes = 64 * 2**20  # Working memory of the ranking in bytes, beside the embeddings.
     verbose: bool = False  # End with every table, not with a summary alone.
 
     most_used = "model data split run compare control baseline output"
@@ -133,24 +121,24 @@ class StsConfig(OptimizationConfig, TextModelConfig):
     mean (s(sentence1, sentence2) - label)**2 for each normalization (docs/symmetry.md).
     """
 
-    data: ExistingFile | None = None
+    data: t.ExistingFile | None = None
     """Pairs to evaluate: .csv, or tab-separated, with a header: score, sentence1, sentence2."""
-    train: ExistingFile | None = None  # Pairs to train on first, in the same form.
-    holdout: Inner | None = None
+    train: t.ExistingFile | None = None  # Pairs to train on first, in the same form.
+    holdout: t.Inner | None = None
     """Share of the --train pairs to hold out and evaluate on; no sentence stands on both sides of the split."""
     norms: list[Norm] = dataclasses.field(default_factory=lambda: list(FIXED_NORMS))  # Normalizations to train.
     scale: str | float | None = None
     """Alpha of the trained scores, or 'auto': what makes the effective scale of the first batch --effective-scale [1
     for cosine, whose scores lie in -1 to 1, and 0.01, the paper's, for the others]"""
-    effective_scale: Positive = 1.0  # Alpha times the mean norms that are kept, at the start, with --scale auto.
+    effective_scale: t.Positive = 1.0  # Alpha times the mean norms that are kept, at the start, with --scale auto.
     head_only: bool = False  # Freeze the encoder and train a residual layer on its embeddings: seconds a run.
-    gamma_init: Inner = 0.5  # Initial exponent of both roles with --norms learned.
-    seeds: list[Whole] = dataclasses.field(default_factory=lambda: [0])  # Seeds that each norm is trained with.
+    gamma_init: t.Inner = 0.5  # Initial exponent of both roles with --norms learned.
+    seeds: list[t.Whole] = dataclasses.field(default_factory=lambda: [0])  # Seeds that each norm is trained with.
     output: str | None = None  # Folder of sts.json, sts.csv and runs/, which are kept [logs/sts/MODEL-DATA]
-    epochs: Count = 2
-    batch_size: Count = 32
-    lr: Positive = 2e-5
-    wd: NotNegative = 0.01
+    epochs: t.Count = 2
+    batch_size: t.Count = 32
+    lr: t.Positive = 2e-5
+    wd: t.NotNegative = 0.01
 
     most_used = "model data train holdout norms seeds scale output"
     needs = {"holdout": "train", "head_only": "train", "effective_scale": "scale auto"}
@@ -187,19 +175,19 @@ class RagConfig(TextModelConfig):
     Scorings that retrieve the same documents share their answers; finished answers are kept, so a stopped run goes on.
     """
 
-    data: ExistingFolder | None = None  # A BEIR folder whose queries.jsonl has answers, a list of texts each.
+    data: t.ExistingFolder | None = None  # A BEIR folder whose queries.jsonl has answers, a list of texts each.
     split: str = "test"  # Split of the BEIR folder.
-    limit: Count | None = None  # Answer only N queries, drawn by --seed.
-    scorings: list[Annotated[str, one_of(*SCORINGS)]] | None = None
+    limit: t.Count | None = None  # Answer only N queries, drawn by --seed.
+    scorings: list[Annotated[str, t.one_of(*SCORINGS)]] | None = None
     """Scorings that rank the documents; cosine, which all are compared with, is always among them [all]"""
-    top_k: Count = 5  # Documents in a prompt.
+    top_k: t.Count = 5  # Documents in a prompt.
     reader: str | None = None  # A transformers text-to-text or causal model: a folder or a hub name.
-    prompt_file: ExistingFile | None = None  # Prompt template with {documents} and {question} [a built-in one]
-    closed_prompt_file: ExistingFile | None = None  # Template without documents, with {question} [a built-in one]
+    prompt_file: t.ExistingFile | None = None  # Prompt template with {documents} and {question} [a built-in one]
+    closed_prompt_file: t.ExistingFile | None = None  # Template without documents, with {question} [a built-in one]
     closed_book: bool = True  # Answer without documents too: what the reader knows by itself.
-    max_input_tokens: Count | None = None  # Tokens of a prompt at most [the reader's own limit]
-    max_new_tokens: Count = 32  # Tokens of an answer at most.
-    reader_batch_size: Count = 8  # Prompts a batch.
+    max_input_tokens: t.Count | None = None  # Tokens of a prompt at most [the reader's own limit]
+    max_new_tokens: t.Count = 32  # Tokens of an answer at most.
+    reader_batch_size: t.Count = 8  # Prompts a batch.
     output: str | None = None  # Folder of rag.json and predictions.jsonl [logs/rag/MODEL-DATA-SPLIT-READER]
 
     most_used = "model data split reader scorings top_k limit output"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 _PLACES = {"Table": "table", "Cell": "table", "run_tables": "run_tables", "comparison_tables": "run_tables",
-           "print_ending": "summary", "summary_lines": "summary", "write_page": "page"}  # fmt: skip
-__all__ = ["Cell", "Table", "comparison_tables", "print_ending", "run_tables", "summary_lines", "write_page"]
+           "print_ending": "summary", "summarize": "summary", "write_page": "page"}  # fmt: skip
+__all__ = ["Cell", "Table", "comparison_tables", "print_ending", "run_tables", "summarize", "write_page"]
 
 
 def __getattr__(name: str) -> Any:

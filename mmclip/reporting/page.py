@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -80,38 +81,30 @@ def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
 def read_lines(path: Path) -> list[Json]:
     """Objects of metrics.jsonl that have a step, by rising step; torn or odd lines are passed over."""
     lines: list[Json] = []
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in islice(file, MAX_LINES):
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(line, dict) and is_number(line.get("step")):
-                    lines.append(line)
-    except OSError:
-        return []
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        for text in islice(file, MAX_LINES):
+            with suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                lines += [line] if isinstance(line, dict) and is_number(line.get("step")) else []
     return sorted(lines, key=lambda line: float(line["step"]))
 
 
 def read_settings(folder: Path) -> Json | None:
     """Settings in a run's config.yaml; None where it is missing or is no settings file."""
     path = folder / CONFIG_FILE
-    try:
+    with suppress(UserError, OSError):
         return values_of(TrainConfig, read_yaml(path)) if path.is_file() else None
-    except (UserError, OSError):
-        return None
+    return None
 
 
 def read_items(results: Results) -> Items | None:
     """Content of items.json; None where there was none, or it is not of as many rows as the results say."""
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         keys, captions, owner = (results.items[k] for k in ("image_keys", "captions", "owner"))
         n, m = (results.json["data"][f"n_{side}"] for side in ("images", "texts"))
-        items = Items([str(k) for k in keys], [str(c) for c in captions], [int(o) for o in owner])
-        return items if [len(column) for column in items] == [n, m, m] else None
-    except (ValueError, KeyError, TypeError):
-        return None
+        if [len(keys), len(captions), len(owner)] == [n, m, m]:
+            return Items([str(k) for k in keys], [str(c) for c in captions], [int(o) for o in owner])
+    return None
 
 
 def write_page(
@@ -161,16 +154,15 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
     main = next(run for run in runs if run.name == judged(results))
     judgements = [(run.name, v) for run in runs for v in verdicts(run.results, control, baseline)] if control else []
     if control is not None and not judgements:
-        raise UserError(
-            "the control is of none of the runs: none has its loss and keeps its documents' length (gamma_d below 1)"
-        )
+        why = "none has its loss and keeps its documents' length (gamma_d below 1)"
+        raise UserError(f"the control is of none of the runs: {why}")
     start = _start(main) if len(runs) == 1 else None
     summary = summarize(results, main.name, start, [v for name, v in judgements if name == main.name])
     pools, directions = tables.shared_pools(results), tables.directions(results)
     folder.mkdir(parents=True, exist_ok=True)
     norms = {run.name: norm_pictures(run, folder) for run in runs[:DETAILED]}
     retrievals = {run.name: examples(run) for run in runs[:DETAILED]}
-    alarms = {run.name: run.results.json.get("alarms") for run in runs}
+    alarms = {run.name: a for run in runs if isinstance(a := run.results.json.get("alarms"), dict)}
     return {
         "title": " · ".join(printable(run.name, 60) for run in runs[:4]) + (" …" if len(runs) > 4 else ""),
         "summary": summary,
@@ -182,9 +174,7 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
         "retrievals": retrievals,
         "hidden": len(runs) - DETAILED,
         "alarms": [
-            (name, [printable(text, 600) for text in texts.values()])
-            for name, texts in alarms.items()
-            if texts and isinstance(texts, dict)
+            (name, [printable(text, 600) for text in texts.values()]) for name, texts in alarms.items() if texts
         ],
         "verdicts": [(name, tables.verdict_lines([v])) for name, v in judgements],
         "overview": tables.overview(results, MAIN_POOL, changes),
@@ -203,11 +193,10 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
 
 def _start(run: ReportRun) -> Json | None:
     """start.json of a run, where it has one of the same data."""
-    try:
-        start = json.loads((run.folder / START_FILE).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        start: Json = json.loads((run.folder / START_FILE).read_text(encoding="utf-8"))
         return start if start["data"]["fingerprint"] == run.results.json["data"]["fingerprint"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
 def _about(run: ReportRun) -> str:

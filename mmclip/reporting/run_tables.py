@@ -199,15 +199,7 @@ def seeds_table(runs: Runs, pool: str) -> Table | None:
             cells = [rate_cell(m["mean"], m["ci"]) if m else text_cell(None) for m in (native, *others)]
             cells.insert(1, Cell(f"{rate(native['low'])}–{rate(native['high'])}") if native else text_cell(None))
             rows.append((LONG[d], [Cell(str(len(group.runs))), *cells, *map(change_cell, gains)]))
-    columns = [
-        "mean of seeds",
-        "runs",
-        "native",
-        "lowest–\nhighest",
-        "reversed",
-        "corrected",
-        "corrected\nless reversed",
-    ]
+    columns = ["mean of seeds", "runs", "native", "lowest–\nhighest", REVERSED, CORRECTED, "corrected\nless reversed"]
     columns += ["native less\nthe first's", "corrected less\nthe first's native"]
     note = "Intervals cover the choice of queries and not that of seeds; lowest–highest is the range of the seeds."
     return Table(f"R@1 over seeds · {place(runs, pool)}", columns, rows, [note, _NOISE])
@@ -305,14 +297,14 @@ def settings_tables(runs: Runs, settings: Mapping[str, Json | None]) -> tuple[Ta
     """(settings that differ, all the others) of runs: of config.yaml, and what results.json tells of the training."""
     cells = {name: _settings(run.json, settings.get(name)) for name, run in runs.items()}
     names = list(dict.fromkeys(name for one in cells.values() for name in one))
-    rows = [(name, [one.get(name, text_cell(None)) for one in cells.values()]) for name in names]
-    unlike = [len({cell.text for cell in row}) > 1 for _, row in rows]
-    titles = {"settings that differ between the runs": True, "settings and versions": False}
-    differ, same = (
-        Table(title, ["setting", *runs], [row for row, one in zip(rows, unlike, strict=True) if one is kind])
-        for title, kind in titles.items()
+    rows = {name: [one.get(name, text_cell(None)) for one in cells.values()] for name in names}
+    differ = {name: row for name, row in rows.items() if len({cell.text for cell in row}) > 1}
+    same = {name: row for name, row in rows.items() if name not in differ}
+    heads = ["setting", *runs]
+    return (
+        Table("settings that differ between the runs", heads, list(differ.items())),
+        Table("settings and versions", heads, list(same.items())),
     )
-    return differ, same
 
 
 def _settings(results: Json, settings: Json | None) -> dict[str, Cell]:
@@ -338,8 +330,8 @@ def _tested(change: Json | None) -> list[Cell]:
     """Difference, p and smallest detectable effect of metrics.significance."""
     tested = change or {}
     p = tested.get("p_holm", tested.get("p"))
-    shown = text_cell(None) if p is None else Cell(f"{p:.4f}", value=p)
-    return [change_cell(change), shown, rate_cell(tested.get("smallest_detectable"))]
+    p_cell = text_cell(None) if p is None else Cell(f"{p:.4f}", value=p)
+    return [change_cell(change), p_cell, rate_cell(tested.get("smallest_detectable"))]
 
 
 def verdict_lines(verdicts: Iterable[Json]) -> list[str]:

@@ -36,6 +36,13 @@ class Summary:
     rows: list[tuple[str, list[Cell]]]
     facts: list[tuple[str, str]]
 
+    def to_lines(self) -> list[str]:
+        """At most nine plain lines for a terminal."""
+        table = [self.columns, *([head, *(f"{c.text} {c.detail}" for c in cells)] for head, cells in self.rows)]
+        wide = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, wide, strict=True)).rstrip() for row in table]
+        return lines + [f"{head:<8}  {text}" for head, text in self.facts]
+
 
 def summarize(
     runs: Runs, subject: str | None = None, start: Json | None = None, verdicts: Sequence[Json] = ()
@@ -105,17 +112,6 @@ def judged(runs: Runs) -> str:
     return next(iter([*keep, *others]), first)
 
 
-def summary_lines(
-    runs: Runs, subject: str | None = None, start: Json | None = None, verdicts: Sequence[Json] = ()
-) -> list[str]:
-    """:func:`summarize` as at most nine plain lines for a terminal."""
-    summary = summarize(runs, subject, start, verdicts)
-    table = [summary.columns, *([head, *(f"{c.text} {c.detail}" for c in cells)] for head, cells in summary.rows)]
-    wide = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, wide, strict=True)).rstrip() for row in table]
-    return lines + [f"{head:<8}  {text}" for head, text in summary.facts]
-
-
 def print_ending(
     runs: Runs,
     subject: str | None = None,
@@ -129,7 +125,7 @@ def print_ending(
         print("\n".join(tables.verdict_lines(verdicts)), end="\n" * bool(verdicts))
     elif len(runs) > ROWS:
         show([tables.overview(runs)])
-    print("\n".join(summary_lines(runs, subject, start, verdicts)))
+    print("\n".join(summarize(runs, subject, start, verdicts).to_lines()))
 
 
 def served(run: Results, direction: str) -> str:

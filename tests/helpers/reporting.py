@@ -66,15 +66,6 @@ def make_run(
     return results
 
 
-def three_runs(folder: Path, pictures: Path, bank: bool = False) -> dict[str, Results]:
-    """sym/cosine, a run whose captions' norms were trained (with a bank), and its control."""
-    return {
-        "baseline": make_run(folder / "baseline", pictures, COSINE, "sym", "cosine", 1.4),
-        "qnorm": make_run(folder / "qnorm", pictures, bank=bank),
-        "control": make_run(folder / "control", pictures, COSINE, norm="cosine"),
-    }
-
-
 HOSTILE = "[red]x[/red] [/] \x1b[31m\n:smile: \u202e$_^ 漢字<script>" + "n" * 80
 
 

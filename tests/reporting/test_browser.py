@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mmclip.reporting.page import write_page
-from tests.helpers.reporting import COSINE, QNORM, make_pictures, make_run
+from tests.helpers.reporting import COSINE, QNORM, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
@@ -62,21 +62,21 @@ def look(page: Path, folder: Path, dark: bool = False) -> tuple[list[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """A comparison of two runs with everything in it, captions and names of the awkward kind."""
+def looks(pictures, tmp_path_factory):
+    """(light, dark) looks at a comparison of two runs, whose captions and names are of the awkward kind."""
     folder = tmp_path_factory.mktemp("browser")
-    pictures = make_pictures(folder / "pictures")
     captions = [f"caption {i} " + ("verylongword" * 12 if i % 7 == 0 else "<b>bold</b>") for i in range(120)]
     names = {"baseline": COSINE, "a-run-with-a-name-that-goes-on-and-on_" + "x" * 60: QNORM}
     alarms = {"still": "the loss stands " + "s" * 200}
     for name, native in names.items():
         make_run(folder / name, pictures, native, captions=captions, bank=True, alarms=alarms)
-    return write_page({n: folder / n for n in names}, folder / "report.html", control=folder / "baseline")
+    page = write_page({n: folder / n for n in names}, folder / "report.html", control=folder / "baseline")
+    return [look(page, folder, dark) for dark in (False, True)]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_page_is_whole_at_both_widths(page, tmp_path, dark):
-    found, console = look(page, tmp_path, dark)
+def test_the_page_is_whole_at_both_widths(looks, dark):
+    found, console = looks[dark]
     assert console == []
     assert [f["width"] for f in found] == list(WIDTHS)
     for frame in found:
@@ -89,8 +89,8 @@ def test_the_page_is_whole_at_both_widths(page, tmp_path, dark):
         assert frame["paper"] == ("rgb(23, 26, 31)" if dark else "rgb(255, 255, 255)")
 
 
-def test_dark_pages_have_dark_pictures(page, tmp_path):
-    light, dark = (look(page, tmp_path, d)[0][0]["shades"] for d in (False, True))
+def test_dark_pages_have_dark_pictures(looks):
+    light, dark = (found[0]["shades"] for found, _ in looks)
     assert len(light) == len(dark) > 10
     assert "rgb(28, 32, 36)" in light[0] and "rgb(28, 32, 36)" not in "".join(dark)
 

@@ -12,14 +12,11 @@ from PIL import Image
 
 from mmclip.reporting.examples import QUERIES, SIDE, examples
 from mmclip.reporting.page import read_runs
-from tests.helpers.reporting import COSINE, make_pictures, make_run
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sheets")
-    make_run(folder / "run", make_pictures(folder / "pictures"))
-    return read_runs({"run": folder / "run"})[0]
+def run(folders):
+    return read_runs({"run": folders["qnorm"]})[0]
 
 
 def sheet(run, direction, kind):
@@ -55,9 +52,8 @@ def test_best_have_a_relevant_answer_first_and_the_largest_lead(run):
         assert all(e.documents[0].relevant and e.documents[0].rank == 1 for e in found)
 
 
-def test_a_lead_by_cosine_is_a_difference_of_cosines(tmp_path):
-    make_run(tmp_path / "run", make_pictures(tmp_path / "pictures"), COSINE, "sym", "cosine")
-    (run,) = read_runs({"run": tmp_path / "run"})
+def test_a_lead_by_cosine_is_a_difference_of_cosines(folders):
+    (run,) = read_runs({"run": folders["baseline"]})
     scores = run.results.array("retrieval/i2t/cosine/top_scores")
     relevant = run.results.array("retrieval/i2t/cosine/top_relevant")
     leads = [s[0] - s[~r][0] for s, r in zip(scores, relevant, strict=True) if r[0]]

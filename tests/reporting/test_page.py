@@ -17,29 +17,15 @@ from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.reporting.page import read_items, read_lines, read_settings, write_page
 from mmclip.reporting.summary import summarize
 from tests.helpers.evaluating import evaluate_clip
-from tests.helpers.reporting import COSINE, Page, make_pictures, make_run, planted, three_runs
+from tests.helpers.reporting import COSINE, Page, make_run, planted
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7*7 }}"
-NAMES = ("baseline", "qnorm", "control")
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return make_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-@pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
-    """The folder of three runs over the same pictures."""
-    folder = tmp_path_factory.mktemp("runs")
-    three_runs(folder, pictures)
-    return folder
 
 
 @pytest.fixture
-def run(runs, tmp_path):
+def run(folders, tmp_path):
     """A copy of qnorm that a test may change."""
-    return Path(shutil.copytree(runs / "qnorm", tmp_path / "run"))
+    return Path(shutil.copytree(folders["qnorm"], tmp_path / "run"))
 
 
 def page_of(named: dict[str, Path], folder: Path, **more: Path) -> Page:
@@ -50,11 +36,11 @@ def bare(number: float) -> str:
     return f"{number:.3f}".replace("0.", ".")
 
 
-def test_a_run_has_every_section_its_numbers_and_its_best_and_worst(runs, tmp_path):
-    page = page_of({"qnorm": runs / "qnorm"}, tmp_path)
+def test_a_run_has_every_section_its_numbers_and_its_best_and_worst(folders, tmp_path):
+    page = page_of({"qnorm": folders["qnorm"]}, tmp_path)
     ids = [a["id"] for a in page.all("section")]
     assert ids == ["message", "numbers", "norms", "curves", "retrievals", "diagnostics", "settings"]
-    results = load_results(runs / "qnorm")
+    results = load_results(folders["qnorm"])
     section = results.json["retrieval"]["t2i"]["native"]
     assert all(bare(section[metric]) in page.words for metric in ("success@1", "map"))
     assert "–".join(map(bare, section["ci"]["success@1"])) in page.words
@@ -70,12 +56,11 @@ def test_a_run_has_every_section_its_numbers_and_its_best_and_worst(runs, tmp_pa
     norm = results.array("retrieval/lengths/text")[query]
     assert f"first relevant at rank {ranks.max()} of 40" in page.words and "✓ relevant, missed" in page.words
     assert f"caption {query} of picture {query // 3}" in page.words and f"query, norm {norm:.2f}" in page.words
-    assert page_of({"qnorm": runs / "qnorm"}, tmp_path).source == page.source  # however often it is written
+    assert page_of({"qnorm": folders["qnorm"]}, tmp_path).source == page.source  # however often it is written
 
 
-def test_a_comparison_needs_nothing_else_and_has_differences_and_verdicts(runs, tmp_path):
-    named = {n: runs / n for n in NAMES}
-    page = page_of(named, tmp_path, control=runs / "control", baseline=runs / "baseline")
+def test_a_comparison_needs_nothing_else_and_has_differences_and_verdicts(folders, tmp_path):
+    page = page_of(folders, tmp_path, control=folders["control"], baseline=folders["baseline"])
     assert not re.search(r"https?:|@import|url\((?!#)|//[a-z]", re.sub(r"base64,[\w+/=]+", "", page.source))
     assert page.all("script") == [] and len(page.source) < 3_000_000
     assert len(page.all("img")) > 60
@@ -122,14 +107,13 @@ def test_text_from_data_never_becomes_markup(pictures, tmp_path):
     assert "alert" not in style and policy.startswith("default-src 'none'")
 
 
-def test_a_scoring_of_one_direction_stands_where_it_is(runs, pictures, tmp_path):
-    results = make_run(tmp_path / "qnorm", pictures, bank=True)
-    assert "corrected" not in results.json["retrieval"]["i2t"]
-    page = page_of({"baseline": runs / "baseline", "qnorm": tmp_path / "qnorm"}, tmp_path)
-    value = results.json["retrieval"]["t2i"]["corrected"]["success@1"]
-    for words in (f"corrected {bare(value)}", "corrected: bank transductive, 120 items, α 2.000; transductive: ",
-                  "cosine = reversed = dnorm", "it serves, without training"):  # fmt: skip
-        assert words in page.words
+def test_a_scoring_of_one_direction_stands_where_it_is(folders, tmp_path):
+    retrieval = load_results(folders["qnorm"]).json["retrieval"]
+    assert "corrected" not in retrieval["i2t"]
+    words = page_of({name: folders[name] for name in ("baseline", "qnorm")}, tmp_path).words
+    assert f"corrected {bare(retrieval['t2i']['corrected']['success@1'])}" in words
+    assert "corrected: bank transductive, 120 items, α 2.000; transductive: " in words
+    assert "cosine = reversed = dnorm" in words and "it serves, without training" in words
 
 
 def test_what_a_folder_does_not_have_is_said(run, tmp_path):
@@ -179,12 +163,12 @@ def test_numbers_that_do_not_exist_are_dashes(run, tmp_path):
     assert "nan" not in words.lower().split() and "0.1250" in words and "–" in words
 
 
-def test_only_what_can_be_compared_is_compared(runs, pictures, tmp_path):
+def test_only_what_can_be_compared_is_compared(folders, pictures, tmp_path):
     make_run(tmp_path / "other", pictures, captions=[f"another {i}" for i in range(120)])
-    qnorm, baseline = runs / "qnorm", {"a": runs / "baseline"}
+    baseline = {"a": folders["baseline"]}
     for named, page, control, message in (
-        ({"a": qnorm, "b": tmp_path / "other"}, "r.html", None, "different data"),
-        (baseline, "r.html", runs / "control", "control is of none"),
+        (baseline | {"b": tmp_path / "other"}, "r.html", None, "different data"),
+        (baseline, "r.html", folders["control"], "control is of none"),
         (baseline, "r.txt", None, "html file is expected"),
         ({}, "r.html", None, "at least one run"),
     ):
@@ -193,10 +177,10 @@ def test_only_what_can_be_compared_is_compared(runs, pictures, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["other"]  # nothing was begun
 
 
-def test_the_command_writes_beside_its_run_or_runs(runs, run, tmp_path, capsys):
+def test_the_command_writes_beside_its_run_or_runs(folders, run, tmp_path, capsys):
     report.run(ReportConfig(runs=[str(run)]))
     assert capsys.readouterr().out == f"report: {run / 'report.html'}\n"
-    shutil.copytree(runs / "baseline", tmp_path / "baseline")
+    shutil.copytree(folders["baseline"], tmp_path / "baseline")
     report.run(ReportConfig(runs=[str(tmp_path / "baseline"), str(run)]))
     assert "run less baseline" in Page(tmp_path / "report.html").words
 

@@ -14,7 +14,7 @@ from mmclip.evaluation.comparison import against_first, compare, significance, v
 from mmclip.evaluation.diagnostics import MEASURES, alpha_note, value_at
 from mmclip.reporting import run_tables as tables
 from mmclip.reporting.table import MIN_WIDTH, NO
-from tests.helpers.reporting import COSINE, HOSTILE, QNORM, clip_run, make_pictures, make_run, printed, text_run
+from tests.helpers.reporting import COSINE, HOSTILE, QNORM, clip_run, make_run, printed, text_run
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,8 @@ def runs():
 
 
 @pytest.fixture(scope="module")
-def banked(tmp_path_factory):
+def banked(pictures, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tables")
-    pictures = make_pictures(folder / "pictures")
     named = {f"sym-{s}": (COSINE, "sym", "cosine", 1.2 + s / 10, False, s) for s in (0, 1)}
     named |= {f"qnorm-{s}": (QNORM, "asym-i2t", "qnorm", 1.5 + s / 10, True, s) for s in (0, 1)}
     return {

@@ -9,14 +9,14 @@ import pytest
 
 from mmclip.errors import UserError
 from mmclip.evaluation.comparison import compare, verdicts
-from mmclip.reporting.summary import judged, print_ending, served, summarize, summary_lines
-from tests.helpers.reporting import COSINE, HOSTILE, clip_run, make_pictures, text_run, three_runs
+from mmclip.evaluation.results import load_results
+from mmclip.reporting.summary import judged, print_ending, served, summarize
+from tests.helpers.reporting import COSINE, HOSTILE, clip_run, text_run
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("summary")
-    return three_runs(folder, make_pictures(folder / "pictures"), bank=True)
+def runs(folders):
+    return {name: load_results(folder) for name, folder in folders.items()}
 
 
 def fact(summary, head: str) -> str:
@@ -25,7 +25,7 @@ def fact(summary, head: str) -> str:
 
 def test_a_comparison_ends_with_nine_lines_at_most_and_its_differences(runs):
     found = [v for run in runs.values() for v in verdicts(run, runs["control"], runs["baseline"])]
-    lines = summary_lines(runs, verdicts=found)
+    lines = summarize(runs, verdicts=found).to_lines()
     assert len(lines) <= 9 and [line.split()[0] for line in lines[4:6]] == ["answer", "because"]
     assert max(map(len, lines)) < 140
     change = compare(runs["baseline"], runs["qnorm"])["retrieval"]["i2t"]["native"]["success@1"]
@@ -76,7 +76,7 @@ def test_a_start_is_a_baseline_without_pairs(runs):
 
 
 def test_text_runs_have_one_direction_and_ndcg():
-    lines = summary_lines({"a": text_run(COSINE), "b": text_run()})
+    lines = summarize({"a": text_run(COSINE), "b": text_run()}).to_lines()
     assert lines[0].startswith("nDCG@10, 95% interval") and "query → document" in lines[0]
     assert "b against a: query → document" in lines[3] and "60 queries" in lines[-2]
 
@@ -87,7 +87,7 @@ def test_few_images_are_said_and_names_are_plain(runs):
         clusters = few.per_query[f"retrieval/{d}/clusters"]
         few.per_query[f"retrieval/{d}/clusters"] = np.arange(len(clusters)) % 5
     few.json["data"]["path"] = HOSTILE
-    text = "\n".join(summary_lines({HOSTILE: few}))
+    text = "\n".join(summarize({HOSTILE: few}).to_lines())
     assert "5 images with their captions, which are few" in text and "\x1b" not in text and "\u202e" not in text
 
 
