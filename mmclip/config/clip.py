@@ -119,15 +119,19 @@ class LossConfig(ScheduleConfig, SimilarityConfig, DirectionConfig):
 
     def check(self) -> None:
         kind, start, end = self.gamma_schedule, self.gamma_start, self.gamma_end
-        given = self.as_flag("gamma_schedule")
-        if kind != "none" and self.norm == "learned":
-            raise UserError(f"{given}: --norm learned trains its exponents; a fixed normalization is expected")
-        if kind != "none" and self.norm == self.gamma_from:
-            raise UserError(f"{given}: --gamma-from {self.gamma_from} is --norm itself, so nothing would change")
-        if kind == "switch" and start == 0:
-            raise UserError(f"{given}: --gamma-start 0 leaves no step before it")
-        if kind == "anneal" and start >= end and (start < 1) == (end < 1):
-            raise UserError(f"{given}: --gamma-start {start:g} is not before --gamma-end {end:g}")
+        if kind == "none":
+            return
+        problem = ""
+        if self.norm == "learned":
+            problem = "--norm learned trains its exponents; a fixed normalization is expected"
+        elif self.norm == self.gamma_from:
+            problem = f"--gamma-from {self.gamma_from} is --norm itself, so nothing would change"
+        elif kind == "switch" and start == 0:
+            problem = "--gamma-start 0 leaves no step before it"
+        elif kind == "anneal" and start >= end and (start < 1) == (end < 1):
+            problem = f"--gamma-start {start:g} is not before --gamma-end {end:g}"
+        if problem:
+            raise UserError(f"{self.as_flag('gamma_schedule')}: {problem}")
 
 
 class ModelConfig(t.Config):

@@ -25,7 +25,6 @@ from mmclip.config.model_config import CONFIGS
 from mmclip.errors import UserError, nearest, printable, reason
 
 MAX_BYTES = 100_000  # PyYAML takes two seconds for so many; a settings file has one or two kilobytes
-REMOVED = {"--fast-decode": "JPEGs are always decoded at their full size"}
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: ""}
 _CONFIG_HELP = "Settings file: YAML with any of these flags by name, or the name of one in configs/; flags override it."
@@ -301,8 +300,7 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
     if unknown:
         word = printable(next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")[0])
         close = nearest(word, [option for flag in flags.values() for option in flag.options])
-        gone = f": it is no longer there, {REMOVED[word]}" if word in REMOVED else close
-        raise UserError(f"unknown argument {word!r}{gone} (--help lists them all)")
+        raise UserError(f"unknown argument {word!r}{close} (--help lists them all)")
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
     values: dict[str, Any] = {}
     for name, value in (item for group in vars(parsed).values() for item in vars(group).items()):

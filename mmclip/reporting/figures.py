@@ -277,19 +277,16 @@ def curves_figure(series: Sequence[Series], ylabel: str) -> Figure:
 
 # --- which pictures a report has --------------------------------------------------------------------------------------
 
-# (file, axis, [(key of metrics.jsonl, label)]), the second dashed; {main}: the trained direction, i2t of both
-_PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("loss", "loss, nats", (("loss", ""),)),
-    ("scale", "effective scale", (("effective_scale_{main}", ""),)),
-    ("alpha", "α, logit scale", (("logit_scale", ""),)),
-    ("norm-image", "mean image norm", (("norm_image_mean", ""),)),
-    ("norm-text", "mean text norm", (("norm_text_mean", ""),)),
-    ("gamma", "γ", (("gamma_q", "γq"), ("gamma_d", "γd"))),
-    *(
-        (f"val-{d}", LABELS[d], tuple((f"val_{d}_success@1_{s}", s) for s in (NATIVE, "cosine")))
-        for d in ("i2t", "t2i")
-    ),
-)
+# file -> (axis, {key of metrics.jsonl: label}), the second key dashed; {main}: the trained direction, i2t of both
+_PANELS: dict[str, tuple[str, dict[str, str]]] = {
+    "loss": ("loss, nats", {"loss": ""}),
+    "scale": ("effective scale", {"effective_scale_{main}": ""}),
+    "alpha": ("α, logit scale", {"logit_scale": ""}),
+    "norm-image": ("mean image norm", {"norm_image_mean": ""}),
+    "norm-text": ("mean text norm", {"norm_text_mean": ""}),
+    "gamma": ("γ", {"gamma_q": "γq", "gamma_d": "γd"}),
+    **{f"val-{d}": (LABELS[d], {f"val_{d}_success@1_{s}": s for s in (NATIVE, "cosine")}) for d in ("i2t", "t2i")},
+}
 
 
 def norm_pictures(run: ReportRun, folder: Path) -> dict[str, list[Picture]]:
@@ -331,16 +328,16 @@ def _best_norms(run: ReportRun, direction: Direction) -> tuple[Array, Array, Arr
 def curve_pictures(runs: Sequence[ReportRun], folder: Path) -> list[Picture]:
     """Training curves of the runs that have metrics.jsonl, one colour a run; [] where none has."""
     pictures = []
-    for name, ylabel, kinds in _PANELS:
+    for name, (ylabel, kinds) in _PANELS.items():
         series = []
         for run in runs:
             if name == "gamma" and run.trained.get("norm") != "learned":
                 continue  # it stands still: the table of runs has its value
-            for dashed, (key, label) in enumerate(kinds):
+            for dashed, (key, label) in enumerate(kinds.items()):
                 words = label if len(runs) == 1 else "" if dashed else run.name  # colours are the runs'
                 series.append(_series(run, key.format(main=_main_direction(run)), words, bool(dashed)))
         if series := [s for s in series if len(s.steps)]:
-            dashes = f" Dashed: {kinds[1][1]}." if len(kinds) > 1 else ""
+            dashes = f" Dashed: {list(kinds.values())[1]}." if len(kinds) > 1 else ""
             alt = f"Training curves: {ylabel} over steps."
             pictures.append(write_picture(curves_figure(series, ylabel), folder, f"curve-{name}", alt, ylabel + dashes))
     return pictures
@@ -372,14 +369,12 @@ def tradeoff_picture(runs: Sequence[ReportRun], pool: str, folder: Path, name: s
 
 
 class Point(NamedTuple):
-    """Where an arm stands in a frontier.
+    """Where an arm stands in a frontier; pairs are of (t2i, i2t).
 
     Attributes:
-        number: the arm's number, beside its point.
-        native: R@1 (t2i, i2t).
-        error: half widths (t2i, i2t) of the native point's bars: a standard deviation over seeds, or, of one seed,
-            half of the interval over queries; None for no bars.
-        corrected: R@1 (t2i, i2t) corrected, None where the arm has none.
+        native, corrected: R@1; corrected is None where the arm has none.
+        error: half widths of the native point's bars: a standard deviation over seeds, or, of one seed, half of the
+            interval over queries; None for no bars.
         kept: whether it is the sym/cosine that others are measured by.
     """
 
@@ -404,7 +399,6 @@ def colours() -> Any:
 def named_points(points: Sequence[Point], most: int = SHOWN_ARMS) -> list[Point]:
     """Points that a frontier names: baselines, and arms that no other one exceeds in both directions, natively or
     corrected; of more than ``most`` those with the best mean of both."""
-
     best = {p.number: [p.native, *([p.corrected] if p.corrected else [])] for p in points}
     ends = [at for ats in best.values() for at in ats]
     front = [p for p in points if any(not any(x > a and y > b for x, y in ends) for a, b in best[p.number])]

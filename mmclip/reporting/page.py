@@ -154,7 +154,7 @@ def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, b
     main = next(run for run in runs if run.name == judged(results))
     judgements = [(run.name, v) for run in runs for v in verdicts(run.results, control, baseline)] if control else []
     if control is not None and not judgements:
-        why = "none has its loss and keeps its documents' length (gamma_d below 1)"
+        why = "none has its loss and keeps its documents' norms (gamma_d below 1)"
         raise UserError(f"the control is of none of the runs: {why}")
     start = _start(main) if len(runs) == 1 else None
     summary = summarize(results, main.name, start, [v for name, v in judgements if name == main.name])

@@ -1,6 +1,6 @@
 """Tables of one run or of several over the same data, of images and texts or of text: for terminal and page alike.
 
-Runs are given as name -> results, the first being the one that others are compared with. R@k is success@k: a relevant
+Runs come as name -> results, the first being the one that others are compared with. R@k is success@k: a relevant
 document among the best k. Where a query has one relevant document that is its recall; "share of relevant" is recall.
 """
 

@@ -259,9 +259,9 @@ def change_cell(change: Json | None) -> Cell:
     return Cell(signed(value), span(change["ci"]), kind, value=value)
 
 
-def value_cell(found: object, effect: bool = False) -> Cell:
+def value_cell(value: object, effect: bool = False) -> Cell:
     """A number, or {"value", "ci"} with its interval; ``effect``: a signed effect size with two digits."""
-    value, ci = (found.get("value"), found.get("ci")) if isinstance(found, Mapping) else (found, None)
+    value, ci = (value.get("value"), value.get("ci")) if isinstance(value, Mapping) else (value, None)
     if not is_number(value):
         return Cell(NO, kind="none")
     if not effect:
