@@ -1,8 +1,7 @@
-"""Gloo ranks in processes of their own, and their tensors held against one process's."""
+"""Gloo ranks in processes of their own, and the comparison of their tensors."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.warm import SERVER
+from tests.helpers.warm import SERVER, run_all
 
 SECONDS = 60  # that a rank waits for another
 Found = dict[str, Any]
@@ -21,18 +20,7 @@ Found = dict[str, Any]
 def run_ranks(work: Callable[[Path], Any], ranks: int, folder: Path) -> list[Any]:
     """What ``work(folder)`` returns on every rank; all are ended where one fails or hangs."""
     processes = [SERVER.Process(target=_rank, args=(work, folder, rank, ranks)) for rank in range(ranks)]
-    end = time.monotonic() + 3 * SECONDS
-    try:
-        for process in processes:
-            process.start()
-        while any(process.is_alive() for process in processes):
-            assert time.monotonic() < end, "a rank hangs"
-            assert not any(process.exitcode for process in processes), "a rank failed: see its traceback"
-            time.sleep(0.02)
-        assert not any(process.exitcode for process in processes), "a rank failed: see its traceback"
-    finally:
-        for process in processes:
-            process.kill()
+    assert run_all(processes, 3 * SECONDS) == [0] * ranks, "a rank failed: see its traceback; or it hangs"
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
 
 
@@ -47,8 +35,10 @@ def _rank(work: Callable[[Path], Any], folder: Path, rank: int, ranks: int) -> N
 
 
 def worst(got: Found, expected: Found, floor: float = 0.0) -> tuple[float, str]:
-    """The largest max|got - expected| / max|expected| of all tensors in two nested dicts, and its name; infinite where
-    something else is not equal. The denominator is at least ``floor`` of the largest among tensors of the same kind."""
+    """The largest max|got - expected| / max|expected| over the tensors of two nested dicts, and its tensor's name.
+
+    Infinite for other unequal values. The denominator is at least ``floor`` of the largest tensor of the same kind.
+    """
     a, b = flat(got), flat(expected)
     assert a.keys() == b.keys()
     largest: dict[str, float] = {}

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")  # also of tests that start ranks by this method
@@ -43,22 +44,27 @@ def run_warm(
             environments = [{**environment, **meet, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
         probe.close()
         processes = [SERVER.Process(target=_script, args=(command, cwd, e, out, err)) for e in environments]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        while (left := [p for p in processes if p.exitcode is None]) and time.monotonic() < deadline:
-            if any(p.exitcode for p in processes):
-                break
-            connection.wait([p.sentinel for p in left], deadline - time.monotonic())
-        codes = [p.exitcode for p in processes]
-        for process in left:
-            process.kill()
-        for process in processes:
-            process.join()
-            process.close()
-        if left and not any(codes):
+        codes = run_all(processes, timeout)
+        if not any(codes) and None in codes:
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), err.read_text())
         return subprocess.CompletedProcess(command, next(filter(None, codes), 0), out.read_text(), err.read_text())
+
+
+def run_all(processes: Sequence[BaseProcess], timeout: float) -> list[int | None]:
+    """Start processes; their exit codes, None for those that are killed since another failed or time is over."""
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout
+    while (left := [p for p in processes if p.exitcode is None]) and time.monotonic() < deadline:
+        if any(p.exitcode for p in processes):
+            break
+        connection.wait([p.sentinel for p in left], deadline - time.monotonic())
+    codes = [p.exitcode for p in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+    return codes
 
 
 def _script(command: list[str], cwd: Path, environment: dict[str, str], out: Path, err: Path) -> None:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def bank_of(data: Path, side: str, model: ClipModel, size: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def written(learned_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(learned_run, tiny_data, tmp_path_factory) -> Path:
     """x.safetensors of a run that trained i2t, with log-normalizers."""
     path = tmp_path_factory.mktemp("embed") / "made" / "x.safetensors"
     done = run_script("embed.py", "--model", learned_run, "--data", tiny_data, "--bank", tiny_data, "--bank-size",
@@ -68,12 +67,13 @@ def test_the_file_is_evaluated_as_the_model_is(saved: Embeddings, model: ClipMod
     assert native == native_exponents(model.metadata)
     found, wanted = (evaluate_clip(d, native, {}, resamples=20).json for d in (saved, live))
     assert found == wanted and set(found["pools"]) == {"full", "distractors"}
+    # a caption's id is its image's and a number
+    assert len(set(saved.image_ids)) == 24 and saved.owner == [row for row in range(24) for _ in range(5)]
+    assert saved.text_ids[:6] == [f"{saved.image_ids[0]}#{n}" for n in range(5)] + [f"{saved.image_ids[1]}#0"]
 
 
 @pytest.mark.parametrize("bank", ["data", "transductive"])
-def test_log_normalizers_in_a_file_correct_as_the_bank_does(
-    learned_run: Path, tiny_data: Path, tmp_path: Path, bank: str
-) -> None:
+def test_log_normalizers_in_a_file_correct_as_the_bank_does(learned_run, tiny_data, tmp_path, bank: str) -> None:
     bank = str(tiny_data) if bank == "data" else bank
     model = {"model": str(learned_run), "data": str(tiny_data), "bank": bank, "workers": 0, "device": "cpu"}
     embed(EmbedConfig(**model, output=str(tmp_path / "x.npz")))
@@ -84,14 +84,7 @@ def test_log_normalizers_in_a_file_correct_as_the_bank_does(
     assert found[0] == found[1] and found[0]["transductive"] == (bank == "transductive")
 
 
-def test_ids_are_the_images_with_a_number_for_each_caption(saved: Embeddings) -> None:
-    assert len(set(saved.image_ids)) == 24 and saved.owner == [row for row in range(24) for _ in range(5)]
-    assert saved.text_ids[:6] == [f"{saved.image_ids[0]}#{n}" for n in range(5)] + [f"{saved.image_ids[1]}#0"]
-
-
-def test_the_log_normalizers_are_those_of_drawn_training_captions(
-    saved: Embeddings, model: ClipModel, tiny_data: Path, learned_run: Path
-) -> None:
+def test_the_log_normalizers_are_those_of_drawn_training_captions(saved, model, tiny_data, learned_run) -> None:
     assert saved.metadata == model.metadata and saved.model == str(learned_run)
     alpha = model.metadata["logit_scale_i2t"]
     assert saved.alpha == {"i2t": alpha, "t2i": None}
@@ -109,9 +102,7 @@ def changed(run: Path, folder: Path, **facts: object) -> Path:
     return folder
 
 
-def test_a_model_of_both_directions_has_log_normalizers_of_both(
-    learned_run: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_model_of_both_directions_has_log_normalizers_of_both(learned_run, tiny_data, tmp_path) -> None:
     folder = changed(learned_run, tmp_path / "model", loss="sym", i2t_weight=0.5, logit_scale_t2i=2.0)
     how = {"bank": str(tiny_data), "bank_size": 9, "workers": 0, "device": "cpu", "output": str(tmp_path / "x.npz")}
     embed(EmbedConfig(model=str(folder), data=str(tiny_data), **how))
@@ -147,9 +138,7 @@ def test_random_weights_are_written_without_log_normalizers(tiny_model: Path, ti
         ({"model": "RUN", "bank_split": "test", "output": "x.npz"}, "--bank .*the evaluation data themselves"),
     ],
 )
-def test_bad_settings_write_nothing(
-    learned_run: Path, tiny_data: Path, tmp_path: Path, monkeypatch, settings: dict[str, Any], message: str
-) -> None:
+def test_bad_settings_write_nothing(learned_run, tiny_data, tmp_path, monkeypatch, settings, message) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FOLDER.npz").mkdir()
     places = {"RUN": learned_run, "OTHER": changed(learned_run, tmp_path / "other", loss="other")}

@@ -133,9 +133,7 @@ def twins(rng: Rng, norms: np.ndarray, native: Exponents, loss: str, relevant: n
     return evaluate_clip(data, native, {"trained_with": {"loss": loss}}, resamples=20)
 
 
-def verdicts(
-    seeds: int, change: Callable[[Rng, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-) -> dict[str, Counter]:
+def verdicts(seeds: int, change: Callable[..., tuple[np.ndarray, np.ndarray]]) -> dict[str, Counter]:
     """Counts of verdicts over seeds.
 
     Norms of relevant images are larger by six standard deviations until ``change(rng, norms, relevant)``; those of the
