@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from mmclip.models.metadata import native_exponents
 from mmclip.retrieval.hubness import document_offsets
 from tests.helpers.evaluating import evaluate_clip
 from tests.helpers.tiny import run_script
+from tests.helpers.warm import run_warm
 
 OPTIONS = EncodeOptions(torch.device("cpu"), progress=False)
 BANK_SIZE = 40
@@ -149,14 +148,13 @@ def test_bad_settings_write_nothing(learned_run, tiny_data, tmp_path, monkeypatc
     assert not (tmp_path / "x.npz").exists()
 
 
-def test_the_examples_of_the_documentation_run(root: Path, written: Path) -> None:
+def test_the_examples_of_the_documentation_run(root: Path, written: Path, tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "serving.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 2
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
-        cwd=written.parent, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(root)},
-    )  # fmt: skip
+    script = tmp_path / "examples.py"
+    script.write_text("\n".join(["import warnings", "warnings.simplefilter('error')", *blocks]), encoding="utf-8")
+    done = run_warm([str(script)], written.parent, {"PYTHONPATH": str(root)}, 120)
     assert done.returncode == 0, done.stderr
     flat, hnsw, int8 = done.stdout.splitlines()[1:]
     assert flat.startswith("flat EngineCheck(recall=1.0, ") and hnsw.startswith("HNSW") and int8.startswith("int8")
