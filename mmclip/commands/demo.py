@@ -22,15 +22,8 @@ def run(config: DemoConfig) -> int:
     if logs.exists():
         print(f"replacing the earlier demo in {logs}", file=sys.stderr)
         shutil.rmtree(logs)
-    common = [
-        "--train-data",
-        f"builtin:{config.variant}",
-        "--seed",
-        str(config.seed),
-        "--logs",
-        str(logs),
-        "--no-report",
-    ]
+    data = ["--train-data", f"builtin:{config.variant}"]
+    common = [*data, "--seed", str(config.seed), "--logs", str(logs), "--no-report"]
     runs = [str(logs / name) for name in RUNS]
     judged = ["--control", str(logs / "control"), "--baseline", str(logs / "baseline")]
     commands = [["train", *common, *flags, "--name", name] for name, flags in RUNS.items()]
@@ -38,13 +31,12 @@ def run(config: DemoConfig) -> int:
     commands[-1] += ["--verbose"] if config.verbose else []
     commands += [["report", "--runs", *runs, *judged]]
     for i, command in enumerate(commands, start=1):
-        if command[0] == "train":
-            print(
-                f"\n=== {i} of {len(RUNS)}: {command[-1]}: {' '.join(RUNS[command[-1]])}", file=sys.stderr, flush=True
-            )
+        train, name = command[0] == "train", command[-1]
+        if train:
+            print(f"\n=== {i} of {len(RUNS)}: {name}: {' '.join(RUNS[name])}", file=sys.stderr, flush=True)
         elif command[0] == "evaluate":
             print(file=sys.stderr, flush=True)
-        quiet = subprocess.DEVNULL if command[0] == "train" and not config.verbose else None
+        quiet = subprocess.DEVNULL if train and not config.verbose else None
         if code := subprocess.run([sys.executable, "-m", "mmclip", *command], stdout=quiet, check=False).returncode:
             return code
     return 0

@@ -19,22 +19,11 @@ from mmclip.embeddings.encode import EncodeOptions
 from mmclip.embeddings.features import FeatureSource
 from mmclip.embeddings.files import load_embeddings
 from mmclip.errors import UserError, printable
+from mmclip.evaluation import trec
 from mmclip.evaluation.comparison import against_first, verdicts
 from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets, saved_bank, text_set
 from mmclip.evaluation.evaluate import evaluate, evaluate_model, list_scores, ranking_bars
 from mmclip.evaluation.results import NATIVE, Json, Results, load_results, run_names, save_results
-from mmclip.evaluation.trec import (
-    QRELS_FILE,
-    RUN_ENDING,
-    RUNS,
-    Scored,
-    measurable,
-    measure_run,
-    read_run,
-    require_trec_ids,
-    write_qrels,
-    write_run,
-)
 from mmclip.evaluation.zero_shot import ZeroShot, open_classes
 from mmclip.io import default_output, flat, output_folder
 from mmclip.models.factory import load_clip
@@ -51,18 +40,13 @@ Config = EvaluateConfig | TextEvaluateConfig
 
 def run(config: Config) -> None:
     """Evaluate what the flags name, and compare it with finished runs. Raises UserError."""
-    plot = config.plot if isinstance(config, EvaluateConfig) else None
-    if plot is not None and (
-        Path(plot).suffix.lower() != ".png" or Path(plot).is_dir() or not Path(plot).parent.is_dir()
-    ):
-        raise UserError(f"--plot {plot!r}: the name of a .png file in a folder that exists is expected")
+    picture = config.plot if isinstance(config, EvaluateConfig) else None
+    plot = Path(picture) if picture is not None else None
+    if plot is not None and (plot.suffix.lower() != ".png" or plot.is_dir() or not plot.parent.is_dir()):
+        raise UserError(f"--plot {picture!r}: the name of a .png file in a folder that exists is expected")
     others = {name: _load(path, config) for name, path in run_names(config.compare or []).items()}
     control, baseline = (_load(path, config) if path else None for path in (config.control, config.baseline))
-    runs: dict[str, Results] = {}
-    if isinstance(config, TextEvaluateConfig):
-        runs = _text_runs(config)
-    elif config.model is not None or config.embeddings is not None:
-        runs = dict([_embeddings_run(config) if config.model is None else _clip_run(config)])
+    runs = _text_runs(config) if isinstance(config, TextEvaluateConfig) else _image_text_runs(config)
     new = bool(runs)
     runs |= {n if n not in runs else f"{n} (compared)": r for n, r in others.items()}
     judged = [v for r in runs.values() for v in verdicts(r, control, baseline)] if control is not None else []
@@ -87,8 +71,8 @@ def _load(path: str, config: Config) -> Results:
     return results
 
 
-def _finish(config: Config, results: Results, name: str, where: Path) -> tuple[str, Results]:
-    """Print the ending and save; (name, results)."""
+def _finish(config: Config, results: Results, name: str, where: Path) -> dict[str, Results]:
+    """Print the ending and save; results by name."""
     if isinstance(config, TextEvaluateConfig):
         if config.fisher:
             show((diagnostics_tables({name: results}) or ())[:1])
@@ -100,65 +84,52 @@ def _finish(config: Config, results: Results, name: str, where: Path) -> tuple[s
     print(f"results: {printable(save_results(results, where))}")
     if isinstance(config, EvaluateConfig) and config.report:
         print_report(name, where)
-    return name, results
+    return {name: results}
 
 
-# --- images and texts -------------------------------------------------------------------------------------------------
-
-
-def _clip_run(config: EvaluateConfig) -> tuple[str, Results]:
-    assert config.model is not None
-    folder = run_folder(config.model)
-    device = distributed.start(config.device)
+def _image_text_runs(config: EvaluateConfig) -> dict[str, Results]:
+    """The evaluated model or file of embeddings by name, {} without one."""
+    if config.model is None:
+        return {} if config.embeddings is None else _embeddings_run(config, config.embeddings)
+    name = config.model
+    folder, device = run_folder(name), distributed.start(config.device)
     kinds, _ = parse_distractors(config.distractors or [])
     data, distractors = open_evaluation(config)
     bank_data = open_bank(config, data) if config.bank not in (None, TRANSDUCTIVE) else None
     classes = open_classes(config.zeroshot_data, config.zeroshot_split) if config.zeroshot_data is not None else None
-    extra = "".join(f" and {len(d):,} {printable(name, 60)}" for name, d in distractors.items())
+    extra = "".join(f" and {len(d):,} {printable(pool, 60)}" for pool, d in distractors.items())
     place = f"{printable(data.path)} [{printable(data.split, 60)}]"
     print(f"evaluating on {len(data):,} images of {place}{extra}", file=sys.stderr)
-    model = load_clip(config.model, config.pretrained)
+    model = load_clip(name, config.pretrained)
     model.towers.to(device)
     options = encode_options(config, device)
-    name = folder.name if folder else config.model
-    shown = name if config.pretrained is None else f"{name}-{Path(config.pretrained).stem}"
+    run = folder.name if folder else name
+    shown = run if config.pretrained is None else f"{run}-{Path(config.pretrained).stem}"
     where = output_folder(config.output, default_output(folder, shown, data.path, data.split))
     source = EvalSource.open(data, distractors, model, options, kinds=kinds)
-    bank = QueryBank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
-    if bank_data is not None:
+    how = _options(config)
+    if config.bank == TRANSDUCTIVE:
+        how["bank"] = QueryBank(TRANSDUCTIVE)
+    elif bank_data is not None:
         sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
-        bank = draw_bank(FeatureSource(bank_data), sides, config.bank_size, model, options, config.seed, data)
-    results = evaluate_model(
-        source,
-        model,
-        options,
-        model.metadata,
-        {
-            "model": config.model,
-            "pretrained": config.pretrained,
-            "weights": "random" if model.loaded_scale is None else "loaded",
-            "versions": versions(),
-        },
-        classes=ZeroShot.open(classes, model, options) if classes else None,
-        bank=bank,
-        **_options(config),
-    )
-    return _finish(config, results, name, where)
+        bank = FeatureSource(bank_data)
+        how["bank"] = draw_bank(bank, sides, config.bank_size, model, options, config.seed, data)
+    weights = "random" if model.loaded_scale is None else "loaded"
+    about = {"model": name, "pretrained": config.pretrained, "weights": weights, "versions": versions()}
+    how["classes"] = ZeroShot.open(classes, model, options) if classes else None
+    return _finish(config, evaluate_model(source, model, options, model.metadata, about, **how), run, where)
 
 
-def _embeddings_run(config: EvaluateConfig) -> tuple[str, Results]:
-    file = str(config.embeddings)
+def _embeddings_run(config: EvaluateConfig, file: str) -> dict[str, Results]:
     saved = load_embeddings(file)
     sets = image_text_sets(saved, {"path": file, "split": None})
     known = {Direction(d): alpha for d, alpha in saved.alpha.items() if alpha is not None}
     scales = trained_scales(saved.metadata) | known
-    bank = None
-    if config.bank == TRANSDUCTIVE:
-        bank = QueryBank(TRANSDUCTIVE)
-    elif config.bank is not None:
+    bank = QueryBank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
+    if config.bank not in (None, TRANSDUCTIVE):
         sides = sorted(bank_side(d.opposite) for d in scales)
-        bank = saved_bank(config.bank, sides, config.bank_size, saved, config.seed)
-    elif saved.evidence:
+        bank = saved_bank(str(config.bank), sides, config.bank_size, saved, config.seed)
+    elif bank is None and saved.evidence:
         bank = QueryBank(str(saved.bank.get("name", "not told")), sizes=saved.bank_counts("size"))
         bank.offsets = {Direction(d): x for d, x in saved.evidence.items()}
         bank.overlap = saved.bank_counts("overlap")
@@ -166,10 +137,9 @@ def _embeddings_run(config: EvaluateConfig) -> tuple[str, Results]:
     where = output_folder(config.output, Path("logs") / "evaluations" / flat(str(Path(file).resolve())))
     print(f"evaluating {len(saved.image):,} images and {len(saved.text):,} texts of {printable(file)}", file=sys.stderr)
     about = {"model": saved.model or name, "trained_with": dict(saved.metadata), "versions": versions()}
-    native = native_exponents(saved.metadata)
+    how = _options(config) | {"scales": scales, "bank": bank, "metadata": about}
     with ranking_bars() as progress:
-        results = evaluate(sets, native, CLIP_DIRECTIONS, scales=scales, bank=bank, metadata=about,
-                           progress=progress, **_options(config))  # fmt: skip
+        results = evaluate(sets, native_exponents(saved.metadata), CLIP_DIRECTIONS, progress=progress, **how)
     return _finish(config, results, name, where)
 
 
@@ -211,28 +181,25 @@ def print_report(name: str, folder: Path) -> None:
         print(f"no report: {error}", file=sys.stderr)
 
 
-# --- text retrieval ---------------------------------------------------------------------------------------------------
-
-
 def _text_runs(config: TextEvaluateConfig) -> dict[str, Results]:
     """The evaluated model by name, {} without one; TREC run files are measured beside it."""
     if config.data is None:
         return {}
     collection = open_beir(config.data, config.split)
     if config.model is not None and config.run_depth:
-        require_trec_ids(collection)
-    files: dict[str, Scored] = {}
+        trec.require_trec_ids(collection)
+    files: dict[str, trec.Scored] = {}
     for name, path in run_names(config.run or []).items():
-        files[name], notes = read_run(Path(path), collection)
+        files[name], notes = trec.read_run(Path(path), collection)
         for note in notes:
             print(f"warning: {printable(path)}: {note}", file=sys.stderr)
-    runs = dict([_text_run(config, config.model, collection)]) if config.model is not None else {}
+    runs = _text_run(config, config.model, collection) if config.model is not None else {}
     if files:
         _print_files(collection, runs, files)
     return runs
 
 
-def _text_run(config: TextEvaluateConfig, name: str, collection: BeirCollection) -> tuple[str, Results]:
+def _text_run(config: TextEvaluateConfig, name: str, collection: BeirCollection) -> dict[str, Results]:
     folder = run_folder(name)
     where = output_folder(config.output, default_output(folder, name, collection.path, collection.split))
     for note in collection.notes:
@@ -240,51 +207,44 @@ def _text_run(config: TextEvaluateConfig, name: str, collection: BeirCollection)
     model = load_text_model(config, distributed.start(config.device))
     native, alpha = native_scoring(model)
     removed = f" ({', '.join(model.removed)} taken off)" if model.removed else ""
-    print(
-        f"evaluating {printable(name)}{removed} on {len(collection.queries):,} queries and "
-        f"{len(collection.documents):,} documents of {printable(collection.path)} [{printable(collection.split, 60)}]",
-        file=sys.stderr,
-    )
-    texts = {"query": collection.queries, "document": collection.documents}
-    vectors = [model.encode(texts[role], role, config.encode_batch_size) for role in ("query", "document")]
-    about: Json = {
-        "model": name,
-        "weights": "random" if config.random_init else "loaded",
-        "notes": list(model.notes),
-        **encoding(model),
-        "trained_with": dict(model.metadata),
-        "versions": versions(),
-    }
+    queries, documents = collection.queries, collection.documents
+    what = f"{len(queries):,} queries and {len(documents):,} documents"
+    place = f"{printable(collection.path)} [{printable(collection.split, 60)}]"
+    print(f"evaluating {printable(name)}{removed} on {what} of {place}", file=sys.stderr)
+    batch = config.encode_batch_size
+    vectors = model.encode(queries, "query", batch), model.encode(documents, "document", batch)
+    about: Json = {"model": name, "weights": "random" if config.random_init else "loaded", "notes": list(model.notes)}
+    about |= {**encoding(model), "trained_with": dict(model.metadata), "versions": versions()}
     data, q2d = text_set(collection, *vectors), Direction.Q2D
+    how = _options(config) | {"scales": {q2d: alpha}, "metrics": metrics.TEXT_RATES, "metadata": about}
     with ranking_bars() as progress:
-        results = evaluate([data], native, [q2d], scales={q2d: alpha}, metrics=metrics.TEXT_RATES,
-                           depth=config.run_depth, metadata=about, progress=progress, **_options(config))  # fmt: skip
+        results = evaluate([data], native, [q2d], depth=config.run_depth, progress=progress, **how)
     if config.run_depth:
-        (where / RUNS).mkdir(exist_ok=True)
+        (where / trec.RUNS).mkdir(exist_ok=True)
         for scoring, ranking in results.lists.items():
             exponents = native if scoring == NATIVE else Normalization(scoring).exponents
             scores = list_scores(data, q2d, ranking, exponents)
-            path = where / RUNS / f"{scoring}{RUN_ENDING}"
-            write_run(path, collection, ranking, scores, f"mmclip.{scoring}", config.run_depth)
-        write_qrels(where / QRELS_FILE, collection)
+            path = where / trec.RUNS / f"{scoring}{trec.RUN_ENDING}"
+            trec.write_run(path, collection, ranking, scores, f"mmclip.{scoring}", config.run_depth)
+        trec.write_qrels(where / trec.QRELS_FILE, collection)
     return _finish(config, results, folder.name if folder else name, where)
 
 
-def _print_files(collection: BeirCollection, runs: Mapping[str, Results], files: Mapping[str, Scored]) -> None:
+def _print_files(collection: BeirCollection, runs: Mapping[str, Results], files: Mapping[str, trec.Scored]) -> None:
     """TREC run files, below the model's native scoring where there is one: nDCG@10 paired with the first."""
-    rates = measurable(TEXT_HEADS, collection.gains)
-    if main_metric("q2d") not in rates:
-        raise UserError(f"--run: {printable(collection.path)} has gains that are no small whole numbers, and "
-                         "ir_measures takes none but them")  # fmt: skip
+    rates, main = trec.measurable(TEXT_HEADS, collection.gains), main_metric("q2d")
+    if main not in rates:
+        place = printable(collection.path)
+        raise UserError(
+            f"--run: {place} has gains that are no small whole numbers, and ir_measures takes none but them"
+        )
     values = {
         f"{name} (native)": {k: r.query_values("retrieval", "q2d", NATIVE, k).astype(np.float64) for k in rates}
         for name, r in runs.items()
     }
-    values |= {name: measure_run(collection, scored, rates) for name, scored in files.items()}
-    clusters = np.arange(len(collection.queries))
-    intervals = {
-        name: dict(zip(rates, metrics.mean_intervals(np.column_stack(list(v.values())), clusters), strict=True))
-        for name, v in values.items()
-    }
-    paired = against_first([v[main_metric("q2d")] for v in values.values()])
-    show([files_table(intervals, [None, *paired])])
+    values |= {name: trec.measure_run(collection, scored, rates) for name, scored in files.items()}
+    clusters, intervals = np.arange(len(collection.queries)), {}
+    for name, v in values.items():
+        means = metrics.mean_intervals(np.column_stack(list(v.values())), clusters)
+        intervals[name] = dict(zip(rates, means, strict=True))
+    show([files_table(intervals, [None, *against_first([v[main] for v in values.values()])])])

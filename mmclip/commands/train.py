@@ -42,11 +42,9 @@ def run(config: TrainConfig | TextTrainConfig) -> Path:
         SystemExit: 128 and the signal's number, after which the run was saved.
     """
     device = distributed.start(config.device)
-    try:
-        with contextlib.ExitStack() as held:  # the folder's lock
-            return _train(config, device, held)
-    finally:
-        distributed.stop()
+    with contextlib.ExitStack() as held:  # the folder's lock, too
+        held.callback(distributed.stop)
+        return _train(config, device, held)
 
 
 def _train(config: TrainConfig | TextTrainConfig, device: torch.device, held: contextlib.ExitStack) -> Path:
@@ -62,9 +60,10 @@ def _train(config: TrainConfig | TextTrainConfig, device: torch.device, held: co
     state = checkpoints.load_checkpoint(checkpoint) if checkpoint else {}
     if checkpoint:
         checkpoints.check_settings(state, checkpoint, config, ranks)
-    if isinstance(config, TextTrainConfig) and config.resume and not config.may_change and _is_finished(config, folder):
-        _say(f"{printable(folder)}: this run is finished; scripts/evaluate_text.py --model {printable(folder)} "
-             "evaluates it on further data")  # fmt: skip
+    last = folder / (RESULTS_FILE if config.val_data else f"{MODEL_FOLDER}/{METADATA_FILE}")
+    if isinstance(config, TextTrainConfig) and config.resume and not config.may_change and last.is_file():
+        evaluation = f"scripts/evaluate_text.py --model {printable(folder)}"
+        _say(f"{printable(folder)}: this run is finished; {evaluation} evaluates it on further data")
         return folder
     others = load_runs(getattr(config, "compare", None) or [])  # before the training: one of them may not be comparable
     data = kind.open_data(config)
@@ -92,20 +91,17 @@ def _train(config: TrainConfig | TextTrainConfig, device: torch.device, held: co
         _introduce(trainer)
     if config.measure_start:
         _measure_start(trainer)
-    signum = trainer.train()
-    if signum:
-        _say(f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.task.total_steps}, saved: "
-             f"continue with --name {printable(folder.name)} --resume latest")  # fmt: skip
+    if signum := trainer.train():
+        done = (
+            f"stopped by {signal.Signals(signum).name} after step {trainer.step} of {trainer.task.total_steps}, saved"
+        )
+        _say(f"{done}: continue with --name {printable(folder.name)} --resume latest")
         raise SystemExit(128 + signum)
     with fsdp.filled(trainer.task.network, trainer.task.encoder):
         if rank == 0:
             _finish(trainer, others)
     distributed.barrier()
     return folder
-
-
-def _is_finished(config: TextTrainConfig, folder: Path) -> bool:
-    return (folder / (RESULTS_FILE if config.val_data else f"{MODEL_FOLDER}/{METADATA_FILE}")).is_file()
 
 
 def _say(text: str) -> None:
@@ -117,24 +113,22 @@ def _say(text: str) -> None:
 def _introduce(trainer: Trainer) -> None:
     """Print what is about to happen, before the first step."""
     config, task = trainer.config, trainer.task
-    _say(f"{config.loss} loss, {config.norm} normalization -> {printable(trainer.folder)}")
-    for line in task.introduction():
-        _say(line)
+    lines = [f"{config.loss} loss, {config.norm} normalization -> {printable(trainer.folder)}", *task.introduction()]
     if trainer.step:
-        _say(f"continuing after step {trainer.step}")
+        lines.append(f"continuing after step {trainer.step}")
     elif config.resume:
-        _say("no checkpoint yet: starting from the first step")
-    trained = sum(p.numel() for p in task.encoder.parameters() if p.requires_grad)
-    _say(f"{printable(config.model)}: {trained / 1e6:.2f} M trained parameters, {task.total_steps} steps of "
-         f"{task.global_batch} on {task.device}")  # fmt: skip
+        lines.append("no checkpoint yet: starting from the first step")
+    trained = sum(p.numel() for p in task.encoder.parameters() if p.requires_grad) / 1e6
+    steps = f"{task.total_steps} steps of {task.global_batch} on {task.device}"
+    _say("\n".join([*lines, f"{printable(config.model)}: {trained:.2f} M trained parameters, {steps}"]))
 
 
 def _measure_start(trainer: Trainer) -> None:
     """Write start.json before the first step; a run that goes on after it keeps what it has. Rank 0 works."""
     path = trainer.folder / START_FILE
+    if trainer.step and not path.is_file():
+        _say(f"no {START_FILE}: --measure-start came after step {trainer.step}")
     if trainer.step:
-        if not path.is_file():
-            _say(f"no {START_FILE}: --measure-start came after step {trainer.step}")
         return
     with fsdp.filled(trainer.task.network, trainer.task.encoder):
         if trainer.rank == 0:
@@ -143,18 +137,24 @@ def _measure_start(trainer: Trainer) -> None:
     distributed.barrier()
 
 
+def _say_skipped(trainer: Trainer) -> None:
+    if trainer.task.bad_samples.reasons:
+        _say(f"training data: {skipped_line(trainer.task.bad_samples.reasons)}")
+
+
 def _finish(trainer: Trainer, others: dict[str, Results]) -> None:
     """Export, evaluate, save and print. Rank 0 only."""
     config, folder, name = trainer.config, trainer.folder, trainer.folder.name
     scoring = trainer.task.export(folder / MODEL_FOLDER, trainer.step)
-    if trainer.task.bad_samples.reasons:
-        _say(f"training data: {skipped_line(trainer.task.bad_samples.reasons)}")
+    _say_skipped(trainer)
     _say(f"model: {printable(folder / MODEL_FOLDER)}{scoring}")
     results = None
     for place, results in trainer.evaluate():
         save_results(results, folder / place)
-        if place:  # a further data set
-            _print_text(results)
+        if place:  # a further data set, of texts
+            data, rates = results.json["data"], results.json["retrieval"]["q2d"].items()
+            by = "  ".join(f"{scoring} {numbers['ndcg@10']:.4f}" for scoring, numbers in rates if "ndcg@10" in numbers)
+            print(f"{printable(data['path'])} [{printable(data['split'])}] nDCG@10: {by}")
         else:
             start = folder / START_FILE
             before = json.loads(start.read_text(encoding="utf-8")) if start.is_file() else None
@@ -164,18 +164,11 @@ def _finish(trainer: Trainer, others: dict[str, Results]) -> None:
     if results is None:
         script = "evaluate_text.py" if isinstance(config, TextTrainConfig) else "evaluate.py"
         _say(f"no evaluation data: give --val-data, or evaluate later with scripts/{script}")
-    elif not isinstance(config, TextTrainConfig):
+    elif isinstance(config, TrainConfig):
         if config.report:
             print_report(name, folder)
         if config.strict and trainer.monitors.raised:
             raise UserError(f"alarm (--strict): {next(iter(trainer.monitors.raised.values()))}")
-
-
-def _print_text(results: Results) -> None:
-    """nDCG@10 of every scoring on one line."""
-    data, retrieval = results.json["data"], results.json["retrieval"]["q2d"]
-    by = "  ".join(f"{name} {numbers['ndcg@10']:.4f}" for name, numbers in retrieval.items() if "ndcg@10" in numbers)
-    print(f"{printable(data['path'])} [{printable(data['split'])}] nDCG@10: {by}")
 
 
 def _benchmark(trainer: Trainer, steps: int) -> None:
@@ -183,8 +176,7 @@ def _benchmark(trainer: Trainer, steps: int) -> None:
     measured, signum = measure(trainer, steps)
     if trainer.rank == 0 and measured:
         _show_benchmark(measured, trainer, steps)
-    if trainer.task.bad_samples.reasons:
-        _say(f"training data: {skipped_line(trainer.task.bad_samples.reasons)}")
+    _say_skipped(trainer)
     if signum:
         done = f"with {measured.steps}" if measured else "before any"
         _say(f"stopped by {signal.Signals(signum).name} {done} of {steps} steps measured")
@@ -212,9 +204,7 @@ def _show_benchmark(measured: Measured, trainer: Trainer, wanted: int) -> None:
         print("where the time of a step goes is not measured: that needs further steps")
         return
     medians = {phase: statistics.median(times) for phase, times in measured.phases.items()}
-    rows = [
-        (phase, [text_cell(f"{1e3 * median:,.2f}"), text_cell(f"{median / sum(medians.values()):.0%}")])
-        for phase, median in medians.items()
-    ]
+    total = sum(medians.values())
+    rows = [(p, [text_cell(f"{1e3 * x:,.2f}"), text_cell(f"{x / total:.0%}")]) for p, x in medians.items()]
     title = f"where {steps(timed, 'more ')} go, waiting for the device at each phase's end:"
     show([Table(title, ["phase of a step", "median ms", "share"], rows)])

@@ -6,7 +6,7 @@ import dataclasses
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from mmclip.config.sections import CHANGEABLE
 from mmclip.distributed.fsdp import shared_out
 from mmclip.errors import UserError, printable, reason
 from mmclip.io import megabytes, remove_partials, require_space, write_atomically, write_text_atomically
+
+if TYPE_CHECKING:
+    from mmclip.training.step import TrainStep
 
 FORMAT = "mmclip-checkpoint-3"
 LATEST = "latest"  # a text file that names the newest checkpoint
@@ -45,26 +48,27 @@ FREE_TO_CHANGE = {
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Write ``step_NNNNNNNN.pt`` atomically, point ``latest`` at it, and remove all but the newest ``keep``.
 
-    Raises:
-        UserError: The file cannot be written, or a weight is not finite; earlier checkpoints stay.
+    Raises UserError if the file cannot be written, or a weight is not finite; earlier checkpoints stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_partials(folder)  # of a process that was killed while it saved
-    path = folder / f"step_{step:08d}.pt"
+    path, pointer = folder / f"step_{step:08d}.pt", folder / LATEST
+    last = pointer.read_text().strip() if pointer.is_file() else ""
+    newest = f"The newest checkpoint is {last}" if last else "There is none before it"
     broken = [name for name, tensor in state["encoder"].items() if not tensor.isfinite().all()]
     if broken:
         raise UserError(
             f"step {step}: {len(broken)} weights are not finite, such as {broken[0]}; no checkpoint is made of them. "
-            f"{_newest(folder)}. Try a lower --lr or --grad-clip-norm 1"
+            f"{newest}. Try a lower --lr or --grad-clip-norm 1"
         )
 
     def write(partial: Path) -> None:
         with open(partial, "wb") as file:  # given a path, torch ends the process where the disk is full
             torch.save(state, file)
 
-    advice = f"free some space (or lower --keep-checkpoints) and continue with --resume latest. {_newest(folder)}"
+    advice = f"free some space (or lower --keep-checkpoints) and continue with --resume latest. {newest}"
     write_atomically(path, write, advice)
-    write_text_atomically(folder / LATEST, path.name + "\n")
+    write_text_atomically(pointer, path.name + "\n")
     # Later ones are of a run that was taken back to an earlier step, and will come to them again
     for old in [p for p in sorted(folder.glob("step_*.pt")) if p.name <= path.name][:-keep]:
         old.unlink()
@@ -72,21 +76,10 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
 
 
 def require_checkpoint_space(folder: Path, encoder: nn.Module, locked: Iterable[str], keep: int) -> None:
-    """Require disk space for ``keep`` checkpoints, one more while it is written, and the exported model.
-
-    Args:
-        folder: The run's folder.
-        encoder: What is trained.
-        locked: State-dict names that checkpoints leave out.
-        keep: Number of checkpoints kept.
-
-    Raises:
-        UserError: Too little space; names sizes and folder.
-    """
-    sizes = {name: t.numel() * t.element_size() for name, t in encoder.state_dict().items()}
-    weights = sum(sizes.values())
-    moments = sum(2 * p.numel() * p.element_size() for p in encoder.parameters() if p.requires_grad)
-    one = weights - sum(sizes[name] for name in locked) + moments
+    """Require (UserError) space for ``keep`` checkpoints, one more while it is written, and the exported model."""
+    state, trained = encoder.state_dict(), [p for p in encoder.parameters() if p.requires_grad]
+    weights = sum(t.nbytes for t in state.values())
+    one = weights - sum(state[name].nbytes for name in locked) + 2 * sum(p.nbytes for p in trained)
     existing = len(list((folder / "checkpoints").glob("step_*.pt")))
     require_space(
         folder,
@@ -97,19 +90,10 @@ def require_checkpoint_space(folder: Path, encoder: nn.Module, locked: Iterable[
     )
 
 
-def _newest(folder: Path) -> str:
-    pointer = folder / LATEST
-    return f"The newest checkpoint is {pointer.read_text().strip()}" if pointer.is_file() else "There is none before it"
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
     """Resolve --resume: 'latest' follows the pointer in ``folder`` (None before the first checkpoint), else a path.
 
-    Raises:
-        UserError: No such file.
+    Raises UserError for a missing file.
     """
     if resume != LATEST:
         path = Path(resume)
@@ -127,11 +111,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read tensors and plain values; a pickle that would run code is refused.
-
-    Raises:
-        UserError: The file cannot be read, or is no checkpoint.
-    """
+    """Read tensors and plain values. Raises UserError, also for a pickle that would run code."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch writes checksums and does not read them
@@ -148,33 +128,24 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def check_settings(state: Mapping[str, Any], path: Path, config: Any, ranks: int) -> None:
-    """Check content, settings and number of processes, before a model loads.
+    """Compare a checkpoint's content, settings and number of processes with the continuation's, before a model loads.
 
-    Args:
-        state: Of :func:`load_checkpoint`.
-        path: Its file.
-        config: The config dataclass of the continuation.
-        ranks: Number of processes now.
-
-    Raises:
-        UserError: Names the content, setting or number that differs.
+    Raises UserError, which names what differs.
     """
-    odd = [key for key, kind in CONTENT.items() if not isinstance(state.get(key), kind)]
-    if odd:
+    if odd := [key for key, kind in CONTENT.items() if not isinstance(state.get(key), kind)]:
         raise UserError(f"--resume {path}: a damaged checkpoint: {', '.join(odd)} missing or of another kind")
     before, now = state["settings"], config.to_dict()
     free = FREE_TO_CHANGE | set(now.get("may_change") or ())
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    changed = [k for k in before if k not in free and now.get(k) != before[k]]
     # A flag that is newer than the checkpoint had no effect then, as its default has none
-    changed += [k for k in now if k not in free and k not in before and now[k] != defaults.get(k)]
+    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.name not in before}
+    changed = [k for k, v in (defaults | before).items() if k not in free and now.get(k) != v]
     if changed:
         values = ", ".join(
             f"{printable(k, 40)} was {printable(before.get(k, 'missing'), 60)}, is {printable(now.get(k), 60)}"
-            for k in changed
+            for k in sorted(changed, key=lambda k: k not in before)
         )
-        intended = [k for k in changed if k in CHANGEABLE]
-        hint = f" (intended? --may-change {' '.join(intended)})" if intended == changed else ""
+        intended = all(k in CHANGEABLE for k in changed)
+        hint = f" (intended? --may-change {' '.join(changed)})" if intended else ""
         raise UserError(f"--resume {path}: other settings than the run's: {values}{hint}")
     if state["ranks"] != ranks:
         raise UserError(f"--resume {path}: the run had {state['ranks']} processes, now there are {ranks}")
@@ -193,68 +164,54 @@ def check_run(state: Mapping[str, Any], path: Path, fingerprints: Mapping[str, s
         raise UserError(f"--resume {path}: step {state['step']} of a run of {total_steps}: a damaged checkpoint")
 
 
-def restore(
-    state: Mapping[str, Any],
-    path: Path,
-    encoder: nn.Module,
-    loss: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    locked: Iterable[str] = (),
-    partial_gradients: bool = False,
-) -> None:
-    """Load a checked checkpoint's tensors; either all or none.
-
-    Args:
-        locked: State-dict names of the encoder that checkpoints leave out.
-        partial_gradients: Whether parameters may be without moments because no step had a gradient of theirs.
-
-    Raises:
-        UserError: Tensors that are not this run's.
-    """
-    own = {k: v for k, v in encoder.state_dict().items() if k not in set(locked)}
-    _require_same_tensors(own, state["encoder"], path, "encoder")
-    _require_same_tensors(loss.state_dict(), state["loss"], path, "loss", finite=state["taken"] > 0)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments, names = state["optimizer"].get("state"), {str(i) for i in range(len(parameters))}
-    saved = set(map(str, moments)) if isinstance(moments, dict) else {""}
-    if not saved <= names or (saved and saved != names and not partial_gradients):
-        raise UserError(f"--resume {path}: a damaged checkpoint: the optimizer's state is not of this run's parameters")
-    for i, tensors in moments.items():
-        expected = {"step": torch.zeros(()), "exp_avg": parameters[int(i)], "exp_avg_sq": parameters[int(i)]}
-        _require_same_tensors(expected, tensors, path, f"optimizer, parameter {i}")
-    encoder.load_state_dict({k: shared_out(v, own[k]) for k, v in state["encoder"].items()}, strict=False)
-    loss.load_state_dict(state["loss"])
-    # Learning rates and decay are the settings', which are equal: a file does not choose them
-    own_moments = {i: {k: shared_out(v, parameters[int(i)]) for k, v in t.items()} for i, t in moments.items()}
-    optimizer.load_state_dict({"state": own_moments, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _require_same_tensors(
-    own: Mapping[str, Tensor | nn.Parameter], saved: Any, path: Path, what: str, finite: bool = True
-) -> None:
-    if not isinstance(saved, dict):
-        raise UserError(f"--resume {path}: a damaged checkpoint: {what}: {type(saved).__name__}, not tensors by name")
-    odd = [str(k) for k in {*own, *saved} if not _alike(own.get(k), saved.get(k))]
+def restore(state: Mapping[str, Any], path: Path, stepper: TrainStep) -> None:
+    """Load a checked checkpoint's tensors, all or none. Raises UserError for tensors that are not this run's."""
+    task, parameters = stepper.task, {str(i): p for i, p in enumerate(stepper.parameters)}
+    own = {k: v for k, v in task.encoder.state_dict().items() if k not in task.locked}
+    moments = state["optimizer"].get("state")
+    # A parameter that no step had a gradient of has no moments
+    known = moments if isinstance(moments, dict) and (task.partial_gradients or not moments) else parameters
+    expected = {str(i): {"step": torch.zeros(()), "exp_avg": parameters[str(i)], "exp_avg_sq": parameters[str(i)]}
+                for i in known if str(i) in parameters}  # fmt: skip
+    wanted = _flat({"encoder": own, "loss": task.loss.state_dict(), "optimizer": expected})
+    saved = _flat({"encoder": state["encoder"], "loss": state["loss"], "optimizer": moments})
+    odd = [k for k in {*wanted, *saved} if not _alike(wanted.get(k), saved.get(k))]
     if odd:
         raise UserError(
-            f"--resume {path}: not a checkpoint of this model: {what}: {len(odd)} tensors missing, left over or of "
-            f"another shape, such as {printable(min(odd), 80)}"
+            f"--resume {path}: not a checkpoint of this model: {', '.join(sorted({k.split()[0] for k in odd}))}: "
+            f"{len(odd)} tensors missing, left over or of another kind, such as {printable(min(odd), 80)}"
         )
-    broken = [k for k, v in saved.items() if finite and not v.isfinite().all()]
-    broken += [k for k in saved if k == "exp_avg_sq" and (saved[k] < 0).any()]
-    if broken:
+
+    def possible(name: str, value: Tensor) -> bool:
+        untrained = name.startswith("loss ") and not state["taken"]
+        return bool((untrained or value.isfinite().all()) and not (name.endswith(" exp_avg_sq") and (value < 0).any()))
+
+    if broken := [k for k, v in saved.items() if not possible(k, v)]:
         raise UserError(
-            f"--resume {path}: a damaged checkpoint: {what}: {len(broken)} tensors hold impossible numbers, such as "
+            f"--resume {path}: a damaged checkpoint: {len(broken)} tensors hold impossible numbers, such as "
             f"{printable(min(broken), 80)}"
         )
+    task.encoder.load_state_dict({k: shared_out(v, own[k]) for k, v in state["encoder"].items()}, strict=False)
+    task.loss.load_state_dict(state["loss"])
+    # Learning rates and decay are the settings', which are equal: a file does not choose them
+    own_moments = {int(i): {k: shared_out(v, parameters[str(i)]) for k, v in t.items()} for i, t in moments.items()}
+    groups = stepper.optimizer.state_dict()["param_groups"]
+    stepper.optimizer.load_state_dict({"state": own_moments, "param_groups": groups})
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves of nested dicts by the names that lead to them.
+
+    >>> _flat({"a": {"b": 1, 2: 3}})
+    {'a b': 1, 'a 2': 3}
+    """
+    if not isinstance(value, dict):
+        return {name: value}
+    return {k: leaf for key, v in value.items() for k, leaf in _flat(v, f"{name} {key}".lstrip()).items()}
 
 
 def _alike(a: Any, b: Any) -> bool:
-    return (
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and a.shape == b.shape
-        and a.is_floating_point() == b.is_floating_point()
-        and b.layout == torch.strided
-        and b.device.type == "cpu"  # a file may name any device, such as one without storage
-    )
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    plain = b.layout == torch.strided and b.device.type == "cpu"  # a file may name any, such as one without storage
+    return plain and a.shape == b.shape and a.is_floating_point() == b.is_floating_point()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ from mmclip.metrics.fisher import PER_DIMENSION, fisher_report
 from mmclip.models import metadata
 from mmclip.models.export import export_clip
 from mmclip.models.factory import ClipModel, build_model
-from mmclip.models.metadata import native_exponents, trained_directions
 from mmclip.models.text_encoder import text_precision
 from mmclip.retrieval.hubness import bank_side
 from mmclip.roles import CLIP_DIRECTIONS, SCALE_INIT, Direction, Exponents, direction_weights
-from mmclip.similarity import TINY, magnitude, mean_norm_factor
+from mmclip.similarity import magnitude
 from mmclip.training.monitors import CLIP_ADVICE, BadSamples
 from mmclip.training.optimizer import build_adamw, clip_groups, cosine_factor, steps_in_all, warmup_steps
 from mmclip.training.step import seed_of, similarity_numbers
@@ -65,14 +64,11 @@ class ClipTask(Task):
     def open_data(config: TrainConfig) -> ClipData:
         """Raises: UserError: Whatever can be refused before a model loads."""
         train, val, distractors = open_training(config)
-        classes = None
-        if config.zeroshot_data is not None:
-            classes = open_classes(config.zeroshot_data, config.zeroshot_split)
+        source, split = config.zeroshot_data, config.zeroshot_split
+        classes = open_classes(source, split) if source is not None else None
         BadSamples(config.max_bad_samples, by_key(train.skipped))
-        per_epoch = steps_per_epoch(
-            train, config.batch_size, distributed.world()[1], not config.keep_last, config.accum_freq,
-            config.loss_batch_size,
-        )  # fmt: skip
+        ranks, joined = distributed.world()[1], (config.accum_freq, config.loss_batch_size)
+        per_epoch = steps_per_epoch(train, config.batch_size, ranks, not config.keep_last, *joined)
         schedule.check(config, steps_in_all(config, per_epoch))
         return ClipData(train, val, distractors, classes)
 
@@ -80,16 +76,9 @@ class ClipTask(Task):
     def load_model(config: TrainConfig, device: torch.device) -> ClipModel:
         """The model of a config, with locked trunks, on a device."""
         torch.manual_seed(seed_of(config.seed))
-        model = build_model(
-            f"local-dir:{export_folder(config.init_from)}" if config.init_from else config.model,
-            config.pretrained,
-            config.image_trunk,
-            config.text_trunk,
-            config.pretrained_image,
-            config.pretrained_text,
-            config.force_image_size,
-            config.force_context_length,
-        )
+        name = f"local-dir:{export_folder(config.init_from)}" if config.init_from else config.model
+        trunks = config.image_trunk, config.text_trunk, config.pretrained_image, config.pretrained_text
+        model = build_model(name, config.pretrained, *trunks, config.force_image_size, config.force_context_length)
         model.initial = metadata.initial_run(config.init_from) if config.init_from else {}
         for side, locked in (("image", config.lock_image), ("text", config.lock_text)):
             if locked:
@@ -110,10 +99,9 @@ class ClipTask(Task):
         cache = Path(config.cache_dir) if config.cache_features else None
         source = FeatureSource.open(data.train, model, options, cache, "training")
         val = zero_shot = None
-        if data.val is not None and config.benchmark is None:
-            val = EvalSource.open(data.val, data.distractors, model, options, cache)
-        if data.classes is not None and config.benchmark is None:
-            zero_shot = ZeroShot.open(data.classes, model, options, cache)
+        if config.benchmark is None:
+            val = EvalSource.open(data.val, data.distractors, model, options, cache) if data.val is not None else None
+            zero_shot = ZeroShot.open(data.classes, model, options, cache) if data.classes else None
         return cls(config, model, build_loss(config, model).to(device), source, options, val, zero_shot)
 
     def __init__(
@@ -128,24 +116,24 @@ class ClipTask(Task):
     ) -> None:
         self.config, self.model, self.loss, self.options = config, model, loss, options
         self.source, self.val, self.zero_shot = source, val, zero_shot
-        self.towers = self.encoder = model.towers
+        self.towers = self.encoder = self.network = model.towers
+        self.locked = self.towers.locked_names()
         self.device, self.precision, self.outputs = options.device, options.precision, self.sides
         self.loader = source.batches(config, model, pin=self.device.type == "cuda")
         self.part_size = config.batch_size
         self.accumulates = config.accum_freq > 1 or config.loss_batch_size is not None
-        self.global_batch = self.loader.joint
-        self.candidates = self.global_batch
+        self.candidates = self.global_batch = self.loader.joint
         self.steps_per_epoch = self.loader.steps_per_epoch
         self.total_steps = steps_in_all(config, self.steps_per_epoch)
         self.warmup = warmup_steps(config.warmup, self.total_steps)
         self.val_steps = config.val_steps or self.steps_per_epoch
         self.bad_samples = BadSamples(config.max_bad_samples, source.skipped)
+        captions = val.main.data.captions if val else []
+        self.validation_queries = {"i2t": len(captions), "t2i": sum(map(len, captions))} if captions else {}
         locked = [side for side, on in self.towers.locked.items() if on]
         self.fingerprints = {"data": source.data.fingerprint()}
         self.fingerprints |= {f"{side} trunk": self.towers.trunk_fingerprint(side) for side in locked}
         self._exponents: Exponents | None = None
-
-    # --- a step ---------------------------------------------------------------------------------------------------
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         return self.loader.batches(epoch, start_step)
@@ -162,11 +150,7 @@ class ClipTask(Task):
             self._exponents = schedule.exponents_at(self.config, step, self.total_steps)
 
     def compute_loss(self, features: dict[str, Tensor], batch: Batch, log: bool) -> tuple[LossOutput, Json]:
-        news: Json = {}
-        if self._exponents is not None:
-            with torch.no_grad():
-                norms = {s: distributed.gather_rows(magnitude(x)) for s, x in features.items()}
-            news |= self._change_exponents(self._exponents, norms)
+        news = {} if self._exponents is None else self._change_exponents(self._exponents, features)
         main = metadata.main_direction(self.loss.trained)
         first = self.model.initial and not self.loss.similarity.has_norm_stats(main)
         same = mask_from_ids(batch.image_id.to(self.device), batch.text_id.to(self.device))
@@ -177,8 +161,10 @@ class ClipTask(Task):
             news["i2t_weight"] = self.loss.weights[Direction.I2T]
         return out, news
 
-    def _change_exponents(self, to: Exponents, norms: Mapping[str, Tensor]) -> Json:
+    @torch.no_grad()
+    def _change_exponents(self, to: Exponents, features: dict[str, Tensor]) -> Json:
         """Set a step's exponents; {"transition": …} where they leave the schedule's start, or arrive."""
+        norms = {s: distributed.gather_rows(magnitude(x)) for s, x in features.items()}
         before = similarity_numbers(self.loss, CLIP_DIRECTIONS)
         if not self.loss.similarity.change_exponents(to, norms):
             return {}
@@ -189,10 +175,10 @@ class ClipTask(Task):
 
     def _compared_with_start(self) -> Json:
         """What the first batch made of the run of --init-from: [there, here] by name; None for what was not trained."""
-        there, here = self.model.metadata, similarity_numbers(self.loss, CLIP_DIRECTIONS)
+        here = similarity_numbers(self.loss, CLIP_DIRECTIONS)
         plain = {n: 1.0 if n.startswith("gamma") else self.model.loaded_scale for n in here}
-        pairs = {n: [(there or plain).get(n), v] for n, v in here.items()}
-        return {**{k: self.model.initial[k] for k in ("run", "loss", "norm")}, **pairs}
+        there = self.model.metadata or plain
+        return {k: self.model.initial[k] for k in ("run", "loss", "norm")} | {n: [there.get(n), here[n]] for n in here}
 
     def build_optimizer(self) -> torch.optim.AdamW:
         groups = clip_groups(self.towers, self.loss, self.config)
@@ -206,23 +192,7 @@ class ClipTask(Task):
         self.towers.clip.set_grad_checkpointing(enable)
 
     def use_copy(self, network: Any) -> None:
-        self.model = dataclasses.replace(self.model, towers=network)
-
-    @property
-    def network(self) -> nn.Module:
-        return self.model.towers
-
-    def locked_names(self) -> set[str]:
-        return self.towers.locked_names()
-
-    # --- validation, evaluation, export ---------------------------------------------------------------------------
-
-    @property
-    def validation_queries(self) -> dict[str, int]:
-        if self.val is None:
-            return {}
-        data = self.val.main.data
-        return {"i2t": len(data), "t2i": sum(len(captions) for captions in data.captions)}
+        self.network, self.model = network, dataclasses.replace(self.model, towers=network)
 
     def validate(self, exponents: Exponents) -> dict[str, float]:
         assert self.val is not None
@@ -231,46 +201,45 @@ class ClipTask(Task):
         return quick_rates(data, exponents, CLIP_DIRECTIONS, [self.metric])
 
     def introduction(self) -> list[str]:
-        data, val = self.source.data, self.val.main.data if self.val else None
-        evaluated = f"evaluation on {_named(val)}" if val else "no evaluation data"
-        lines = [f"{_named(data)}, {self.loader.left_out} left out an epoch; {evaluated}"]
+        def named(data: ImageTextData) -> str:
+            return f"{len(data):,} images of {printable(data.path)} [{printable(data.split)}]"
+
+        data, reasons = self.source.data, self.bad_samples.reasons
+        evaluated = f"evaluation on {named(self.val.main.data)}" if self.val else "no evaluation data"
+        lines = [f"{named(data)}, {self.loader.left_out} left out an epoch; {evaluated}"]
         if data.permuted:
             lines.append("warning: the pairs are permuted (--permute-pairs): nothing true can be learned")
-        if self.bad_samples.reasons:
-            lines.append(skipped_line(self.bad_samples.reasons))
-        return lines
+        return lines + ([skipped_line(reasons)] if reasons else [])
+
+    def _metadata(self) -> Json:
+        """Metadata of the model as it is, without its data."""
+        return metadata.clip_metadata(self.config, self.loss.similarity, self.loss.trained, self.model.initial)
 
     def metadata(self) -> Json:
         """mmclip.json without the run's steps and versions."""
-        data = self.source.data
-        return metadata.clip_metadata(self.config, self.loss.similarity, self.loss.trained, self.model.initial) | {
-            "data": {
-                "path": data.path,
-                "split": data.split,
-                "key": self.fingerprints["data"],
-                "n_images": len(data),
-                "permuted_pairs": data.permuted,
-            }
-        }
+        data, key = self.source.data, self.fingerprints["data"]
+        about = {"path": data.path, "split": data.split, "key": key, "n_images": len(data)}
+        return self._metadata() | {"data": about | {"permuted_pairs": data.permuted}}
+
+    def _about(self, **more: Any) -> Json:
+        return {"model": self.config.model, **more, "seed": self.config.seed, "versions": metadata.versions()}
 
     def export(self, folder: Path, steps: int) -> str:
-        about = {**self.metadata(), "model": self.config.model, "steps": steps, "seed": self.config.seed,
-                 "versions": metadata.versions()}  # fmt: skip
         log_alpha = float(self.loss.similarity.logit_scale(metadata.main_direction(self.loss.trained)).detach())
-        export_clip(folder, self.model, log_alpha, about)
+        export_clip(folder, self.model, log_alpha, self.metadata() | self._about(steps=steps))
         return ""
 
     def evaluate(self, steps: int, seconds: float) -> Iterator[tuple[str, Results]]:
-        if self.val is None:
-            return
-        config, trained = self.config, self.metadata()
-        sides = {bank_side(d.opposite) for d in trained_directions(trained)} if config.bank_size else set()
-        bank = draw_bank(self.source, sorted(sides), config.bank_size, self.model, self.options, config.seed)
-        about = {"model": config.model, "seed": config.seed, "versions": metadata.versions()}
-        yield "", evaluate_model(self.val, self.model, self.options, trained, about, classes=self.zero_shot,
-                                  bank=bank, seed=config.seed)  # fmt: skip
+        if self.val is not None:
+            trained, config = self.metadata(), self.config
+            sides = {bank_side(d.opposite) for d in metadata.trained_directions(trained)} if config.bank_size else set()
+            bank = draw_bank(self.source, sorted(sides), config.bank_size, self.model, self.options, config.seed)
+            yield "", self._evaluate(trained, self._about(), bank=bank)
 
-    # --- start.json -----------------------------------------------------------------------------------------------
+    def _evaluate(self, trained: Json, about: Json, **how: Any) -> Results:
+        assert self.val is not None
+        how |= {"classes": self.zero_shot, "seed": self.config.seed}
+        return evaluate_model(self.val, self.model, self.options, trained, about, **how)
 
     def baseline(self) -> Json:
         """start.json: results.json of the weights before the first step, with ``native`` as that step has it, and
@@ -279,24 +248,14 @@ class ClipTask(Task):
         The latter need four pairs a dimension, which evaluation data seldom have, and what is to be predicted from
         them, whose magnitude to normalize, may be decided on training data only.
         """
-        assert self.val is not None
-        config, trained = (
-            self.config,
-            metadata.clip_metadata(self.config, self.loss.similarity, self.loss.trained, self.model.initial),
-        )
-        pairs = self._training_pairs()
-        alphas = self._alphas(pairs)
+        trained, pairs, data = self._metadata(), self._training_pairs(), self.source.data
+        alphas = {d: self.first_alpha(d, *d.roles(pairs)) for d in self.loss.weights}
         scales = {f"logit_scale_{d.value}": alphas[d] for d, weight in self.loss.weights.items() if weight > 0}
-        about = {"model": config.model, "seed": config.seed, "steps": 0, "versions": metadata.versions()}
-        results = evaluate_model(self.val, self.model, self.options, trained | scales, about, classes=self.zero_shot,
-                                  fisher=True, seed=config.seed)  # fmt: skip
-        native, each = native_exponents(trained), np.arange(len(pairs["image"]))
-        fisher: Json = {"data": {"path": self.source.data.path, "split": self.source.data.split}}
-        for direction in CLIP_DIRECTIONS:
-            roles = direction.roles(pairs)
-            fisher[direction.value] = fisher_report(
-                *roles, (each, each), each, native, alphas[direction], seed=config.seed
-            )
+        results = self._evaluate(trained | scales, self._about(steps=0), fisher=True)
+        native, each, seed = metadata.native_exponents(trained), np.arange(len(pairs["image"])), self.config.seed
+        fisher: Json = {"data": {"path": data.path, "split": data.split}}
+        for d in CLIP_DIRECTIONS:
+            fisher[d.value] = fisher_report(*d.roles(pairs), (each, each), each, native, alphas[d], seed=seed)
         return {**results.json, "fisher": fisher}
 
     def _training_pairs(self) -> dict[str, Tensor]:
@@ -309,21 +268,6 @@ class ClipTask(Task):
         kept = [i for i in range(len(rows)) if i not in bad]
         return {"image": image[kept], "text": text[kept]}
 
-    def _alphas(self, pairs: Mapping[str, Tensor]) -> dict[Direction, float]:
-        """alpha of each direction: the loss's own, or what a first batch of these pairs would set."""
-        similarity, alphas = self.loss.similarity, {}
-        for direction, weight in self.loss.weights.items():
-            if weight > 0 and similarity.has_norm_stats(direction):
-                alphas[direction] = float(similarity.scale(direction))
-            else:
-                norms = mean_norm_factor(*direction.roles(pairs), similarity.exponents)
-                alphas[direction] = similarity.scale_init / max(float(norms), TINY)
-        return alphas
-
-
-def _named(data: ImageTextData) -> str:
-    return f"{len(data):,} images of {printable(data.path)} [{printable(data.split)}]"
-
 
 def initial_gammas(config: TrainConfig, model: ClipModel) -> tuple[float, float]:
     """Initial learned exponents: those of the learned run that --init-from names, else the flag's.
@@ -332,24 +276,14 @@ def initial_gammas(config: TrainConfig, model: ClipModel) -> tuple[float, float]
     """
     if model.initial.get("norm") != "learned":
         return config.gamma_init, config.gamma_init
-    gamma_q, gamma_d = (min(max(float(g), 1e-3), 1 - 1e-3) for g in native_exponents(model.metadata))
+    gamma_q, gamma_d = (min(max(float(g), 1e-3), 1 - 1e-3) for g in metadata.native_exponents(model.metadata))
     return gamma_q, gamma_d
 
 
 def build_loss(config: TrainConfig, model: ClipModel) -> ContrastiveLoss:
     """The loss of a run; its initial effective scale is the flag's, else a loaded checkpoint's, else CLIP's."""
     scale = config.logit_scale_init or model.metadata.get("effective_scale") or model.loaded_scale or SCALE_INIT
-    return clip_loss(
-        config.loss,
-        config.norm,
-        config.i2t_weight,
-        config.positives,
-        config.focal,
-        config.norm_drift,
-        config.i2t_weight_end,
-        gather=True,
-        scale_init=min(scale, config.logit_scale_max),
-        scale_max=config.logit_scale_max,
-        gamma_init=initial_gammas(config, model),
-        start=schedule.start_exponents(config),
-    )
+    limit, gammas, start = config.logit_scale_max, initial_gammas(config, model), schedule.start_exponents(config)
+    names = ("loss", "norm", "i2t_weight", "positives", "focal", "norm_drift", "i2t_weight_end")
+    same = {name: getattr(config, name) for name in names}
+    return clip_loss(**same, gather=True, scale_init=min(scale, limit), scale_max=limit, gamma_init=gammas, start=start)

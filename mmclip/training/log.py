@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,36 +24,33 @@ def truncate_metrics(path: Path, step: int) -> None:
     """Remove the lines of metrics.jsonl after a step, which a continuation writes again, and a torn last line."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
+    kept = ""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             if json.loads(line)["step"] > step:
                 break
-        except (ValueError, TypeError, KeyError):
-            break
-        kept.append(line)
-    write_text_atomically(path, "".join(kept))
+            kept += line
+    write_text_atomically(path, kept)
 
 
 class RunLog:
-    """Writer of a run's metrics and progress; without a ``folder``, as on all ranks but 0, it only prints ``say``."""
+    """Writer of a run's metrics and progress; without a ``folder``, as on all ranks but 0, it writes nothing."""
 
-    def __init__(self, folder: Path | None, total_steps: int, start_step: int, tensorboard: bool) -> None:
-        self.total_steps = total_steps
-        self.file = None
-        if folder:
-            truncate_metrics(folder / METRICS, start_step)
-            self.file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115
-        self.writer = None
-        if folder and tensorboard:
+    def __init__(self, folder: Path | None = None, total: int = 0, start: int = 0, tensorboard: bool = False) -> None:
+        self.total_steps, self.last_line = total, -math.inf
+        self.file = self.progress = None
+        self.writer: Any = None
+        if folder is None:
+            return
+        truncate_metrics(folder / METRICS, start)
+        self.file = open(folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115
+        if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
-        self.progress = progress_bar() if folder else None
-        if self.progress:
-            self.progress.start()
-            self.task = self.progress.add_task("training", total=total_steps, completed=start_step, note="")
-        self.last_line = -math.inf
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+        self.progress = progress_bar()
+        self.progress.start()
+        self.task = self.progress.add_task("training", total=total, completed=start, note="")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl, none for no values; numbers that are not finite become null."""
@@ -67,10 +65,9 @@ class RunLog:
                 f"{printable(self.file.name)}: cannot be written: {error.strerror}: free some space and continue "
                 "from the last checkpoint with --resume latest"
             ) from None
-        if self.writer:
-            for name, value in clean.items():
-                if isinstance(value, int | float):
-                    self.writer.add_scalar(name, value, step)
+        for name, value in clean.items() if self.writer else ():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, step)
 
     def show(self, step: int, note: str) -> None:
         """Move the bar; without a terminal, print a line now and then."""
@@ -84,9 +81,9 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line that stays, above the bar if there is one."""
-        if self.progress is None or self.progress.disable:
+        if self.progress and self.progress.disable:
             print(text, file=sys.stderr, flush=True)
-        else:
+        elif self.progress:
             self.progress.console.print(text, markup=False, highlight=False)
 
     def flush(self) -> None:
@@ -97,7 +94,6 @@ class RunLog:
     def close(self) -> None:
         if self.progress:
             self.progress.stop()
-        if self.writer:
-            self.writer.close()
-        if self.file:
-            self.file.close()
+        for sink in (self.writer, self.file):
+            if sink:
+                sink.close()

@@ -8,13 +8,18 @@ itself stops the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from mmclip.data.image_text import BadSample, named, skipped_line
 from mmclip.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from mmclip.training.task import Task
 
 STUCK_STEPS = 50  # logged steps span at least this many before a constant loss counts as stuck
 STUCK_WITHIN = 0.02  # relative distance to ln(candidates)
@@ -24,12 +29,23 @@ IN_A_ROW = 3  # logged steps that a passing state must last
 WAITING, WAITING_SECONDS = 0.5, 10.0  # share of the time spent waiting for data, over at least so long
 NOISE = 3.0  # standard errors that a difference of success rates must exceed
 
-
-class Alarm(NamedTuple):
-    """``name`` is for programs, ``text`` for people."""
-
-    name: str
-    text: str
+ALARMS = {  # names for programs, texts for people
+    "loss_stuck": "the loss has stood at ln(batch) = {chance:.2f}, that of guessing, for {steps} steps after the "
+    "warm-up: {advice.stuck}",
+    "gamma_pinned": "{pinned}: so near its end that it hardly moves any more. The run is all but one with a fixed "
+    "normalization (--norm): train that one, or lower --gamma-lr, or move --gamma-init",
+    "gamma_unmoved": "after half of the run both gammas stand where they started ({q:.3f}, {d:.3f}): they are not "
+    "being learned. Raise --gamma-lr (1e-2 moves them in a few hundred steps)",
+    "scale_clamped": "the effective scale of {directions} is held at --logit-scale-max {limit:g}: the loss wants still "
+    "sharper scores. Usual late in a long run; early in one, look for duplicates among the pairs, lower --lr, or raise "
+    "the limit",
+    "data_starved": "steps wait for data {share:.0%} of the time: {advice.starved}",
+    "magnitude_collapse": "{d} finds {native:.1%} natively and {cosine:.1%} by cosine ({metric}): the ranking rests on "
+    "the magnitudes, and the angles carry little. {advice.collapse}",
+    "direction_dead": "{other} finds {dead:.1%} where {d} finds {alive:.1%}: that direction is all but dead, which is "
+    "the price of a one-direction loss. Where it is needed, --loss sym with --i2t-weight {weight} keeps it alive",
+}
+Alarms = Iterator[tuple[str, dict[str, Any]]]  # names, and values of their texts
 
 
 class Advice(NamedTuple):
@@ -58,40 +74,18 @@ TEXT_ADVICE = Advice(
 
 
 class Monitors:
-    """The alarms of a run and their state, which belongs in its checkpoints.
+    """The alarms of a task's run by name (``raised``), and their state, which belongs in its checkpoints."""
 
-    Args:
-        candidates: Candidates of a query in a step, whose logarithm is the loss of guessing.
-        trained: Names of the trained directions ("i2t", "t2i"; "q2d", "d2q").
-        gamma_init: Initial learned exponents (query's, document's); None where they are not learned.
-        scale_max: Upper limit of the effective scale.
-        warmup: Steps of warm-up.
-        total_steps: Steps of the run.
-        queries: Validation queries by direction; {} without validation data.
-        metric: Metric of the validation, a rate from 0 to 1.
-        advice: What to try.
-    """
-
-    def __init__(
-        self,
-        *,
-        candidates: float,
-        trained: Iterable[str],
-        gamma_init: tuple[float, float] | None,
-        scale_max: float,
-        warmup: int,
-        total_steps: int,
-        queries: Mapping[str, int] | None = None,
-        metric: str = "success@1",
-        advice: Advice = CLIP_ADVICE,
-    ) -> None:
-        self.chance_loss = math.log(max(candidates, 2))
-        self.trained, self.gamma_init, self.scale_max = list(trained), gamma_init, scale_max
-        self.warmup, self.total_steps = warmup, total_steps
-        self.queries, self.metric, self.advice = dict(queries or {}), metric, advice
+    @torch.no_grad()
+    def __init__(self, task: Task) -> None:
+        self.task, self.queries, self.metric, self.advice = task, task.validation_queries, task.metric, task.advice
+        self.trained = [d.value for d in task.loss.trained]
+        learned = task.config.norm == "learned" and task.config.gamma_lr > 0
+        self.gamma_init = [float(g) for g in task.loss.similarity.exponents] if learned else None
+        self.chance_loss = math.log(max(task.candidates, 2))  # that of guessing
         # Success rate of a random ranking, in both directions: as many groups as the first direction has queries
         self.chance = 1 / max(next(iter(self.queries.values()), 0), 1)
-        self.raised: dict[str, str] = {}  # name -> text
+        self.raised: dict[str, str] = {}
         self._losses: list[tuple[int, float]] = []
         self._rows: dict[str, int] = {}
         self._waited = 0.0
@@ -105,17 +99,17 @@ class Monitors:
         self.raised, self._rows = dict(state["raised"]), dict(state["rows"])
         self._losses, self._waited = [(step, loss) for step, loss in state["losses"]], state["waited"]
 
-    def training(self, step: int, numbers: Mapping[str, float], seconds: float) -> list[Alarm]:
+    def training(self, step: int, numbers: Mapping[str, float], seconds: float) -> list[tuple[str, str]]:
         """New alarms of a logged training step; ``seconds`` since the one before it."""
-        return self._new([*self._stuck(step, numbers), *self._gamma(step, numbers), *self._scale(numbers),
-                          *self._starving(numbers, seconds)])  # fmt: skip
+        return self._new(self._of_training(step, numbers, seconds))
 
-    def validation(self, numbers: Mapping[str, float]) -> list[Alarm]:
+    def validation(self, numbers: Mapping[str, float]) -> list[tuple[str, str]]:
         """New alarms of a validation."""
-        return self._new([*self._collapse(numbers), *self._dead(numbers)])
+        return self._new(self._of_validation(numbers))
 
-    def _new(self, alarms: list[Alarm]) -> list[Alarm]:
-        new = [alarm for alarm in alarms if alarm.name not in self.raised]
+    def _new(self, alarms: Alarms) -> list[tuple[str, str]]:
+        texts = [(name, ALARMS[name].format(advice=self.advice, **values)) for name, values in alarms]
+        new = [(name, text) for name, text in texts if name not in self.raised]
         self.raised |= dict(new)
         return new
 
@@ -124,93 +118,55 @@ class Monitors:
         self._rows[name] = self._rows.get(name, 0) + 1 if now else 0
         return self._rows[name] >= IN_A_ROW
 
-    def _stuck(self, step: int, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        """Both halves of a window at ln(candidates): a loss that only passes through shows in one of them."""
-        if step > self.warmup:
-            self._losses.append((step, numbers["loss"]))
-        since = step - STUCK_STEPS
-        if not self._losses or self._losses[0][0] > since:
-            return
-        self._losses = [x for x in self._losses if x[0] >= since]
-        half = since + STUCK_STEPS // 2
-        halves = [[v for s, v in self._losses if s < half], [v for s, v in self._losses if s >= half]]
-        if all(h and abs(sum(h) / len(h) / self.chance_loss - 1) < STUCK_WITHIN for h in halves):
-            yield Alarm(
-                "loss_stuck",
-                f"the loss has stood at ln(batch) = {self.chance_loss:.2f}, that of guessing, for {STUCK_STEPS} steps "
-                f"after the warm-up: {self.advice.stuck}",
-            )
-
-    def _gamma(self, step: int, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        if self.gamma_init is None:
-            return
-        gammas = {role: numbers[f"gamma_{role}"] for role in ("q", "d")}
-        pinned = {role: g for role, g in gammas.items() if min(g, 1 - g) < PINNED}
-        if self._lasts("gamma", bool(pinned)):
-            yield Alarm(
-                "gamma_pinned",
-                f"{', '.join(f'gamma_{role} = {g:.3f}' for role, g in pinned.items())}: so near its end that it hardly "
-                "moves any more. The run is all but one with a fixed normalization (--norm): train that one, or lower "
-                "--gamma-lr, or move --gamma-init",
-            )
-        moved = [abs(g - start) for g, start in zip(gammas.values(), self.gamma_init, strict=True)]
-        if step >= self.total_steps / 2 and max(moved) < UNMOVED:
-            yield Alarm(
-                "gamma_unmoved",
-                f"after half of the run both gammas stand where they started ({gammas['q']:.3f}, {gammas['d']:.3f}): "
-                "they are not being learned. Raise --gamma-lr (1e-2 moves them in a few hundred steps)",
-            )
-
-    def _scale(self, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        clamped = [d for d in self.trained if numbers[f"effective_scale_{d}"] >= 0.999 * self.scale_max]
+    def _of_training(self, step: int, numbers: Mapping[str, float], seconds: float) -> Alarms:
+        if self._is_stuck(step, numbers["loss"]):
+            yield "loss_stuck", {"chance": self.chance_loss, "steps": STUCK_STEPS}
+        if self.gamma_init is not None:
+            gammas = {role: numbers[f"gamma_{role}"] for role in ("q", "d")}
+            pinned = ", ".join(f"gamma_{role} = {g:.3f}" for role, g in gammas.items() if min(g, 1 - g) < PINNED)
+            if self._lasts("gamma", bool(pinned)):
+                yield "gamma_pinned", {"pinned": pinned}
+            moved = max(abs(g - start) for g, start in zip(gammas.values(), self.gamma_init, strict=True))
+            if step >= self.task.total_steps / 2 and moved < UNMOVED:
+                yield "gamma_unmoved", gammas
+        limit = self.task.config.logit_scale_max
+        clamped = [d for d in self.trained if numbers[f"effective_scale_{d}"] >= 0.999 * limit]
         if self._lasts("scale", bool(clamped)):
-            yield Alarm(
-                "scale_clamped",
-                f"the effective scale of {' and '.join(clamped)} is held at --logit-scale-max {self.scale_max:g}: the "
-                "loss wants still sharper scores. Usual late in a long run; early in one, look for duplicates among "
-                "the pairs, lower --lr, or raise the limit",
-            )
-
-    def _starving(self, numbers: Mapping[str, float], seconds: float) -> Iterable[Alarm]:
+            yield "scale_clamped", {"directions": " and ".join(clamped), "limit": limit}
         waiting = self.advice.starved is not None and numbers.get("data_wait", 0.0) > WAITING
         self._waited = self._waited + seconds if waiting else 0.0
         if self._lasts("data", waiting) and self._waited > WAITING_SECONDS:
-            yield Alarm(
-                "data_starved", f"steps wait for data {numbers['data_wait']:.0%} of the time: {self.advice.starved}"
-            )
+            yield "data_starved", {"share": numbers["data_wait"]}
 
-    def _collapse(self, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        # An untrained direction is not watched; text validation has one direction, whatever was trained
-        for d in [d for d in self.queries if d in self.trained or len(self.queries) == 1]:
-            native, cosine = self._rate(numbers, d, "native"), self._rate(numbers, d, "cosine")
-            if cosine < native / 2 and native - cosine > self._noise(d, native, cosine):
-                yield Alarm(
-                    "magnitude_collapse",
-                    f"{d} finds {native:.1%} natively and {cosine:.1%} by cosine ({self.metric}): the ranking rests on "
-                    f"the magnitudes, and the angles carry little. {self.advice.collapse}",
-                )
+    def _is_stuck(self, step: int, loss: float) -> bool:
+        """Whether both halves of a window are at ln(candidates): a loss passing through shows in one of them."""
+        if step > self.task.warmup:
+            self._losses.append((step, loss))
+        since = step - STUCK_STEPS
+        if not self._losses or self._losses[0][0] > since:
+            return False
+        self._losses = [x for x in self._losses if x[0] >= since]
+        half = since + STUCK_STEPS // 2
+        halves = [[v for s, v in self._losses if s < half], [v for s, v in self._losses if s >= half]]
+        return all(h and abs(sum(h) / len(h) / self.chance_loss - 1) < STUCK_WITHIN for h in halves)
 
-    def _dead(self, numbers: Mapping[str, float]) -> Iterable[Alarm]:
-        for d, other in permutations(self.queries, 2):
-            alive, dead = self._rate(numbers, d, "native"), self._rate(numbers, other, "native")
+    def _of_validation(self, numbers: Mapping[str, float]) -> Alarms:
+        rates = {d: [numbers[f"val_{d}_{self.metric}_{s}"] for s in ("native", "cosine")] for d in self.queries}
+        for d, (native, cosine) in rates.items():
+            # An untrained direction is not watched; text validation has one direction, whatever was trained
+            watched = d in self.trained or len(rates) == 1
+            if watched and cosine < native / 2 and native - cosine > self._noise(d, native, cosine):
+                yield "magnitude_collapse", {"d": d, "native": native, "cosine": cosine, "metric": self.metric}
+        for d, other in permutations(rates, 2):
+            alive, dead = rates[d][0], rates[other][0]
             learned = alive > 10 * self.chance and alive > self._noise(d, alive, self.chance)
             if learned and dead < alive / 10 and alive - dead > self._noise(other, alive, dead):
-                yield Alarm(
-                    "direction_dead",
-                    f"{other} finds {dead:.1%} where {d} finds {alive:.1%}: that direction is all but dead, which is "
-                    "the price of a one-direction loss. Where it is needed, --loss sym with --i2t-weight "
-                    f"{'0.9' if d == 'i2t' else '0.1'} keeps it alive",
-                )
+                weight = "0.9" if d == "i2t" else "0.1"
+                yield "direction_dead", {"d": d, "other": other, "alive": alive, "dead": dead, "weight": weight}
 
     def _noise(self, direction: str, a: float, b: float) -> float:
-        """Difference of two rates of so many queries that chance alone explains.
-
-        A number from 0 to 1 with mean a has variance a (1 - a) at most.
-        """
+        """Chance difference of two rates of so many queries: a rate a has variance a (1 - a) at most."""
         return NOISE * math.sqrt((a * (1 - a) + b * (1 - b)) / max(self.queries[direction], 1))
-
-    def _rate(self, numbers: Mapping[str, float], direction: str, scoring: str) -> float:
-        return numbers[f"val_{direction}_{self.metric}_{scoring}"]
 
 
 class BadSamples:
@@ -219,8 +175,8 @@ class BadSamples:
     def __init__(self, limit: int | None = None, reasons: Mapping[str, str] | None = None) -> None:
         """Raises: UserError: More reasons than the limit."""
         self.limit = limit
-        self.reasons: dict[str, str] = dict(reasons or {})
-        self._check()
+        self.reasons: dict[str, str] = {}
+        self.load(reasons or {})
 
     def add(self, samples: Iterable[BadSample]) -> list[str]:
         """Count samples; a line for each new one. Raises: UserError: More than the limit."""
@@ -229,29 +185,18 @@ class BadSamples:
             if sample.key not in self.reasons:
                 self.reasons[sample.key] = sample.why
                 lines.append(f"skipped {sample} ({len(self.reasons)} so far)")
-        self._check()
+        self.load({})
         return lines
 
     def load(self, reasons: Mapping[str, str]) -> None:
         """Add those of a checkpoint. Raises: UserError: More than the limit."""
         self.reasons = dict(reasons) | self.reasons
-        self._check()
-
-    def _check(self) -> None:
         if self.limit is not None and len(self.reasons) > self.limit:
             raise UserError(f"--max-bad-samples {self.limit}: {skipped_line(self.reasons)}")
 
 
-# --- errors after which a run cannot go on ----------------------------------------------------------------------------
-
-
 def not_finite(facts: Mapping[str, Any], path: Path, kept: bool) -> UserError:
-    """Error of a step whose loss or gradient is NaN or infinite.
-
-    Args:
-        facts: Those of :class:`mmclip.training.step.NotFinite`, written to ``path``.
-        kept: Whether the state before the step is a checkpoint.
-    """
+    """Error of a step with a NaN: its ``facts`` are in ``path``; ``kept``: the state before it is a checkpoint."""
     keys = facts["keys_with_non_finite_features"] or facts["keys"]
     shown = ", ".join(printable(key, 40) for key in keys[:4]) + (" …" if len(keys) > 4 else "")
     return UserError(
@@ -260,14 +205,6 @@ def not_finite(facts: Mapping[str, Any], path: Path, kept: bool) -> UserError:
         f"{'; the state before it is kept as a checkpoint' if kept else ''}. "
         "Try a lower --lr, --grad-clip-norm 1 or --precision fp32"
         f"{', with --resume latest --may-change and its name' if kept else ''}"
-    )
-
-
-def out_of_memory(step: int, batch_size: int, advice: Advice, error: Exception) -> UserError:
-    """Error of a step that does not fit into the device's memory."""
-    return UserError(
-        f"step {step}: out of memory with --batch-size {batch_size}: {printable(error, 120)}. {advice.memory}; "
-        "--grad-checkpointing saves memory, too"
     )
 
 

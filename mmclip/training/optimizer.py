@@ -28,17 +28,16 @@ def clip_groups(towers: Towers, loss: ContrastiveLoss, config: TrainConfig) -> l
     """
     projections = towers.head_parameter_names("image") | towers.head_parameter_names("text")
     exempt = set(towers.clip.no_weight_decay()) if hasattr(towers.clip, "no_weight_decay") else set()
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "projections": []}
-    for name, parameter in towers.named_parameters():
-        if parameter.requires_grad:
-            vector = parameter.ndim < 2 or name.removeprefix("clip.") in exempt
-            groups["vectors" if vector else "projections" if name in projections else "matrices"].append(parameter)
+
+    def kind(name: str, parameter: nn.Parameter) -> str:
+        vector = parameter.ndim < 2 or name.removeprefix("clip.") in exempt
+        return "vectors" if vector else "projections" if name in projections else "matrices"
+
+    named = [(kind(n, p), p) for n, p in towers.named_parameters() if p.requires_grad]
     decay = {"matrices": config.wd, "vectors": 0.0}
     decay["projections"] = config.wd if config.proj_wd is None else config.proj_wd
-    return [
-        *((name, parameters, config.lr, decay[name]) for name, parameters in groups.items()),
-        *loss_groups(loss, config),
-    ]
+    groups = [(name, [p for k, p in named if k == name], config.lr, wd) for name, wd in decay.items()]
+    return [*groups, *loss_groups(loss, config)]
 
 
 def text_groups(encoder: nn.Module, loss: ContrastiveLoss, config: TextTrainConfig) -> list[Group]:
@@ -76,25 +75,20 @@ def steps_in_all(config: TrainConfig | TextTrainConfig, per_epoch: int) -> int:
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """Resolve a fraction of the run below 1, or a number of steps.
-
-    Raises:
-        UserError: The warm-up would fill the run.
+    """Resolve a fraction of the run below 1, or a number of steps. Raises UserError if it would fill the run.
 
     >>> warmup_steps(0.1, 200), warmup_steps(50, 200)
     (20, 50)
     """
     steps = as_step(warmup, total_steps)
     if steps and steps >= total_steps:
-        raise UserError(
-            f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps; "
-            "the learning rate would never reach its peak"
-        )
+        long = f"--warmup {warmup:g}: {steps} steps of warm-up in a run of {total_steps} steps"
+        raise UserError(f"{long}; the learning rate would never reach its peak")
     return steps
 
 
 def cosine_factor(step: int, warmup: int, total_steps: int) -> float:
-    """Share of the peak learning rate at a step counted from 0: linear warm-up, then a cosine to 0 (open_clip's).
+    """Share of the peak rate at a step counted from 0: linear warm-up, then a cosine to 0 (open_clip's).
 
     >>> [round(cosine_factor(s, 2, 6), 2) for s in range(6)]
     [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
@@ -105,7 +99,7 @@ def cosine_factor(step: int, warmup: int, total_steps: int) -> float:
 
 
 def linear_factor(step: int, warmup: int, total_steps: int) -> float:
-    """Share of the peak learning rate at a step counted from 0: linear warm-up from 0, then linear to 0 (transformers').
+    """Share of the peak rate at a step counted from 0: linear warm-up from 0, then linear to 0 (transformers').
 
     >>> [linear_factor(s, 2, 6) for s in range(6)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]

@@ -19,9 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmclip import distributed
 from mmclip.console import progress_bar
-from mmclip.data.loading import ReaderDied
 from mmclip.errors import UserError
-from mmclip.training import monitors
 from mmclip.training.signals import SignalHandler
 from mmclip.training.step import PHASES, NotFinite
 from mmclip.training.task import Batch
@@ -33,27 +31,16 @@ SIZES = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the square matrices 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurement of a run's steps.
-
-    Attributes:
-        steps: Their number.
-        samples: Of all processes, a step.
-        seconds: Median of a step.
-        per_second: Samples of all steps by their whole time.
-        phases: Phase -> seconds in each of as many further steps (fewer after a signal).
-        flops: Operations of the encoder's forward and backward pass in a step of one process.
-        rate: FLOP/s of a matrix product here.
-        peak: Bytes, of the GPU or of the process without its readers.
-    """
+    """Measurement of a run's steps."""
 
     steps: int
-    samples: float
-    seconds: float
-    per_second: float
-    phases: dict[str, list[float]]
-    flops: int
-    rate: float
-    peak: int
+    samples: float  # of all processes, a step
+    seconds: float  # median of a step
+    per_second: float  # samples of all steps by their whole time
+    phases: dict[str, list[float]]  # seconds in each of as many further steps (fewer after a signal)
+    flops: int  # operations of the encoder's forward and backward pass in a step of one process
+    rate: float  # FLOP/s of a matrix product here
+    peak: int  # bytes, of the GPU or of the process without its readers
 
     @property
     def mfu(self) -> float:
@@ -65,13 +52,8 @@ class Clock:
     """Seconds by phase: each call ends a phase and begins another."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin with no time spent, in the first phase."""
+        self.device, self.phase, self.since = device, PHASES[0], now(device)
         self.spent = dict.fromkeys(PHASES, 0.0)
-        self.phase, self.since = PHASES[0], now(self.device)
 
     def __call__(self, phase: str) -> None:
         moment = now(self.device)
@@ -81,10 +63,8 @@ class Clock:
 
 def now(device: torch.device) -> float:
     """Seconds on a clock once the device has done all of its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -94,96 +74,69 @@ def measure(trainer: Trainer, steps: int) -> tuple[Measured | None, int]:
     Returns:
         The measurement, and 0 or the number of the signal that ended it after the step that it came in: then it is of
         the steps so far, None before the first one.
-
-    Raises:
-        UserError: A step cannot be taken.
     """
-    with progress_bar() as bar, SignalHandler("leaving after this step, with what is measured") as handler:
+    with progress_bar() as bar, SignalHandler("leaving after this step, with what is measured") as trainer.handler:
         bar.disable = bar.disable or trainer.rank != 0
         advance = partial(bar.advance, bar.add_task("steps", total=WARMUP + 2 * steps, note=""))
-        measured = _measure(trainer, steps, _batches(trainer, advance, handler))
-        return measured, distributed.largest([handler.signum], trainer.task.device)[0]
+        measured = _measure(trainer, steps, _steps(trainer, advance))
+        return measured, distributed.largest([trainer.handler.signum], trainer.task.device)[0]
 
 
-def _measure(trainer: Trainer, steps: int, batches: Iterator[Batch]) -> Measured | None:
-    device = trainer.task.device
-    for batch in itertools.islice(batches, WARMUP):
-        _take(trainer, batch)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times: list[float] = []
-    consumed, start, end = 0, now(device), 0.0
-    for batch in itertools.islice(batches, steps):
-        before = end or start
-        _take(trainer, batch)
-        end = time.perf_counter()  # a step ends with waiting for the device (TrainStep.run)
-        times.append(end - before)
-        consumed += len(batch.keys)
-    if not times:
-        return None
-    elapsed = (now(device) if len(times) == steps else end) - start
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
-    phases = _phases(trainer, batches, steps)
-    samples = sum(distributed.gather_objects(consumed))
-    return Measured(
-        len(times), samples / len(times), statistics.median(times), samples / elapsed, phases,
-        count_flops(trainer, batch), matrix_rate(device, trainer.task.precision), peak,
-    )  # fmt: skip
-
-
-def _batches(trainer: Trainer, advance: Callable[[], None], handler: SignalHandler) -> Iterator[Batch]:
-    """Batches of epoch after epoch until any process has a signal. Raises: UserError: An epoch without samples."""
-    device = trainer.task.device
+def _steps(trainer: Trainer, advance: Callable[[], None]) -> Iterator[Batch]:
+    """Take steps, epoch after epoch, until a process has a signal; yields the batch of each."""
     for epoch in itertools.count():
-        taken = 0
-        try:
-            for batch in trainer.task.batches(epoch):
-                stop, bad, empty = trainer.agreed(batch, handler)
-                if stop:
-                    return
-                if bad:
-                    trainer.note_bad(batch)  # the command names them after the numbers
-                if not empty:
-                    taken += 1
-                    advance()
-                    yield batch
-        except ReaderDied:  # by a signal to the whole group: this process stops as the others do
-            if not handler.signum:
-                raise
-            distributed.largest([handler.signum, 0, 0], device)
+        before = trainer.step
+        for batch, complete in trainer.batches(epoch):
+            if complete:
+                step, trainer.step = min(trainer.step, trainer.task.total_steps - 1), trainer.step + 1
+                try:
+                    trainer.stepper.run(batch, step, False)
+                except NotFinite as error:
+                    raise UserError(f"--benchmark: step {trainer.step}: the loss is {error.facts['loss']}") from None
+                advance()
+                yield batch
+        if trainer.reason:
             return
-        if not taken:
+        if trainer.step == before:
             raise UserError("--benchmark: no step of an epoch has images that can be read")
 
 
-def _take(trainer: Trainer, batch: Batch) -> None:
-    step = min(trainer.step, trainer.task.total_steps - 1)
-    try:
-        trainer.stepper.run(batch, step, False)
-    except NotFinite as error:
-        raise UserError(f"--benchmark: step {trainer.step + 1}: the loss is {error.facts['loss']}") from None
-    except torch.OutOfMemoryError as error:
-        size, advice = trainer.config.batch_size, trainer.task.advice
-        raise monitors.out_of_memory(trainer.step + 1, size, advice, error) from None
-    trainer.step += 1
+def _measure(trainer: Trainer, steps: int, taken: Iterator[Batch]) -> Measured | None:
+    device = trainer.task.device
+    list(itertools.islice(taken, WARMUP))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times, consumed, before = list[float](), 0, now(device)
+    start = before
+    for batch in itertools.islice(taken, steps):
+        end = time.perf_counter()  # a step ends with waiting for the device (TrainStep.run)
+        times.append(end - before)
+        consumed, before = consumed + len(batch.keys), end
+    if not times:
+        return None
+    elapsed = (now(device) if len(times) == steps else before) - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    phases, samples = _phases(trainer, taken, steps), sum(distributed.gather_objects(consumed))
+    flops, rate = count_flops(trainer, batch), matrix_rate(device, trainer.task.precision)
+    median, per_second = statistics.median(times), samples / elapsed
+    return Measured(len(times), samples / len(times), median, per_second, phases, flops, rate, peak)
 
 
-def _phases(trainer: Trainer, batches: Iterator[Batch], steps: int) -> dict[str, list[float]]:
-    """Seconds of each phase in ``steps`` steps, fewer where the batches end, waiting for the device at phases' ends."""
-    clock, idle = Clock(trainer.task.device), trainer.stepper.begin_phase
-    phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    trainer.stepper.begin_phase = clock
+def _phases(trainer: Trainer, taken: Iterator[Batch], steps: int) -> dict[str, list[float]]:
+    """Seconds of each phase in ``steps`` steps, fewer where they end, waiting for the device at phases' ends."""
+    idle, clocks = trainer.stepper.begin_phase, list[Clock]()
     try:
-        clock.reset()
-        for batch in itertools.islice(batches, steps):
-            _take(trainer, batch)
+        for _ in range(steps):
+            clock = trainer.stepper.begin_phase = Clock(trainer.task.device)
+            if next(taken, None) is None:
+                break
             clock(PHASES[0])
-            for phase in PHASES:
-                phases[phase].append(clock.spent[phase])
-            clock.reset()
+            clocks.append(clock)
     finally:
         trainer.stepper.begin_phase = idle
-    return phases
+    return {phase: [clock.spent[phase] for clock in clocks] for phase in PHASES}
 
 
 def count_flops(trainer: Trainer, batch: Batch) -> int:
@@ -191,20 +144,19 @@ def count_flops(trainer: Trainer, batch: Batch) -> int:
 
     Accumulation and --grad-checkpointing run forward twice. Attention counts where torch can count it.
     """
-    task, total = trainer.task, 0
-    if trainer.config.grad_checkpointing:
+    task, checkpointing = trainer.task, trainer.config.grad_checkpointing
+    if checkpointing:
         task.checkpoint_gradients(False)
-    for part in trainer.stepper.parts(batch):  # with --fsdp all processes pass together
-        inputs = task.inputs(part)
-        with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
+        for part in trainer.stepper.parts(batch):  # with --fsdp all processes pass together
+            inputs = task.inputs(part)
             with task.autocast():
                 features = task.encoder(*inputs)
             torch.stack([f.sum() for f in features]).sum().backward()
-        total += counter.get_total_flops()
     trainer.stepper.optimizer.zero_grad(set_to_none=True)
-    if trainer.config.grad_checkpointing:
+    if checkpointing:
         task.checkpoint_gradients(True)
-    return total
+    return int(counter.get_total_flops())
 
 
 @torch.no_grad()
@@ -218,9 +170,3 @@ def matrix_rate(device: torch.device, precision: str) -> float:
         a @ b
         times.append(now(device) - start)
     return 2 * n**3 / min(times[1:])
-
-
-def _resident() -> int:
-    """Bytes that this process has held at most, without its readers'."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -22,15 +22,11 @@ class Interrupted(BaseException):
 class SignalHandler:
     """Context in which the first SIGTERM or SIGINT only sets ``signum``; a second one acts as without a handler.
 
-    Outside the main thread, to which Python delivers no signals, it does nothing.
-
-    Args:
-        action: What the process does after a signal, for the message.
+    The first one prints ``action``. Outside the main thread, to which Python delivers no signals, it does nothing.
     """
 
     def __init__(self, action: str = "saving, then leaving") -> None:
-        self.signum, self.action = 0, action
-        self._interruptible = False
+        self.signum, self.action, self._interruptible = 0, action, False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalHandler:

@@ -48,28 +48,23 @@ class TrainStep:
         self.encoder, self.loss = task.encoder, task.loss
         self.rank, self.ranks = distributed.world()
         self.begin_phase: Callable[[str], None] = lambda phase: None
-        self.network = self._wrap()
+        if self.config.grad_checkpointing:
+            task.checkpoint_gradients(True)
+        self.network: nn.Module = self.encoder
+        if self.config.fsdp:
+            task.use_copy(fsdp.hollow(self.encoder))
+            fsdp.shard(self.encoder, task.device, task.precision)
+        elif self.ranks > 1:
+            devices = [task.device] if task.device.type == "cuda" else None
+            self.network = nn.parallel.DistributedDataParallel(
+                self.encoder, devices, find_unused_parameters=task.partial_gradients
+            )
+        if self.config.torchcompile:  # around DDP, the order in which both work
+            self.network = torch.compile(self.network)  # type: ignore[assignment]
         self.optimizer = task.build_optimizer()
         self.parameters: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.clipped = task.clipped(self.parameters)
-
-    def _wrap(self) -> nn.Module:
-        """The encoder under DDP, then torch.compile, the order in which both work; or shared out by FSDP."""
-        network = self.encoder
-        if self.config.grad_checkpointing:
-            self.task.checkpoint_gradients(True)
-        if self.config.fsdp:
-            self.task.use_copy(fsdp.hollow(self.encoder))
-            fsdp.shard(self.encoder, self.task.device, self.task.precision)
-        elif self.ranks > 1:
-            network = nn.parallel.DistributedDataParallel(
-                network,
-                device_ids=[self.task.device] if self.task.device.type == "cuda" else None,
-                find_unused_parameters=self.task.partial_gradients,
-            )
-        if self.config.torchcompile:
-            network = torch.compile(network)  # type: ignore[assignment]
-        return network
+        own = set() if task.clips_loss else {id(p) for p in self.loss.parameters()}
+        self.clipped = [p for p in self.parameters if id(p) not in own]
 
     def run(self, batch: Batch, step: int, log: bool) -> dict[str, Any]:
         """Take step number ``step``, counted from 0.
@@ -79,7 +74,19 @@ class TrainStep:
 
         Raises:
             NotFinite: The loss or a gradient is NaN or infinite; nothing is changed.
+            UserError: Out of memory, or a model that cannot be compiled.
         """
+        try:
+            return self._run(batch, step, log)
+        except torch._dynamo.exc.TorchDynamoException as error:  # also where there is no compiler
+            raise UserError(f"--torchcompile: this model cannot be compiled here: {printable(error, 200)}") from None
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"step {step + 1}: out of memory with --batch-size {self.config.batch_size}: {printable(error, 120)}. "
+                f"{self.task.advice.memory}; --grad-checkpointing saves memory, too"
+            ) from None
+
+    def _run(self, batch: Batch, step: int, log: bool) -> dict[str, Any]:
         self.encoder.train()
         self.loss.train()
         set_learning_rate(self.optimizer, self.task.lr_factor(step))
@@ -90,8 +97,8 @@ class TrainStep:
         before = [t.clone() for t in changing]
         out, news = self._backward(batch, step, log)
         self.begin_phase("optimizer")
-        own = [*self.loss.parameters(), *(fsdp.replicated(self.encoder) if self.config.fsdp else ())]
-        own_gradients = [p.grad for p in own if p.grad is not None]
+        alone = [*self.loss.parameters(), *(fsdp.replicated(self.encoder) if self.config.fsdp else ())]
+        own_gradients = [p.grad for p in alone if p.grad is not None]
         distributed.average_(own_gradients)
         norm = fsdp.total_norm([p.grad for p in self.clipped if p.grad is not None])
         finite = [out.loss.detach(), norm, *(n.sum() for n in out.norms.values()), *(g.sum() for g in own_gradients)]
@@ -107,19 +114,14 @@ class TrainStep:
         self.loss.similarity.clamp_logit_scale()
         return self._numbers(out, norm) | news if log else news
 
-    # --- gradients ------------------------------------------------------------------------------------------------
-
     def _features(self, batch: Batch, step: int, part: int) -> dict[str, Tensor]:
         """Raw features of a part by name."""
         torch.manual_seed(seed_of(self.config.seed, self.rank, step, part))
         self.begin_phase("transfer, preprocessing")
         inputs = self.task.inputs(batch)
         self.begin_phase("encoder forward")
-        try:
-            with self.task.autocast():
-                features = self.network(*inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or a model that it cannot compile
-            raise UserError(f"--torchcompile: this model cannot be compiled here: {printable(error, 200)}") from None
+        with self.task.autocast():
+            features = self.network(*inputs)
         self.begin_phase("loss")
         return dict(zip(self.task.outputs, features, strict=True))
 
@@ -171,17 +173,14 @@ class TrainStep:
         module: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper hides DDP
         return module.no_sync()
 
-    # --- numbers of a step ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _numbers(self, out: LossOutput, norm: Tensor) -> dict[str, float]:
         """A line of metrics.jsonl."""
         directions = sorted(out.by_direction)
-        numbers = {"loss": float(out.loss.detach()), "grad_norm": float(norm)}
-        if out.norm_drift is not None:
-            numbers["norm_drift"] = float(out.norm_drift)
-        numbers |= {f"loss_{d.value}": float(out.by_direction[d]) for d in directions}
         main = next(d for d in self.loss.weights if d in self.loss.trained)
+        numbers = {"loss": float(out.loss.detach()), "grad_norm": float(norm)}
+        numbers |= {} if out.norm_drift is None else {"norm_drift": float(out.norm_drift)}
+        numbers |= {f"loss_{d.value}": float(out.by_direction[d]) for d in directions}
         numbers["lr"] = float(self.optimizer.param_groups[0]["lr"])
         numbers["logit_scale"] = float(self.loss.similarity.scale(main))
         numbers |= similarity_numbers(self.loss, directions)
@@ -194,16 +193,19 @@ class TrainStep:
     def _facts(self, batch: Batch, out: LossOutput, step: int) -> dict[str, Any]:
         """Where a NaN or an infinity came from: samples of all processes, parameters, gradients."""
         keys = [key for part in distributed.gather_objects(batch.keys) for key in part]
-        named = [*self.encoder.named_parameters(), *self.loss.named_parameters()]
+        named = {**dict(self.encoder.named_parameters()), **dict(self.loss.named_parameters())}
+        gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
+
+        def broken(tensors: dict[str, Any]) -> list[str]:
+            return [n for n, x in tensors.items() if not fsdp.whole(x).isfinite().all()]
+
         lost = torch.stack([~norms.isfinite() for norms in out.norms.values()]).any(dim=0).tolist()
         return {
             "step": step + 1,
             "loss": str(float(out.loss.detach())),
             "keys_with_non_finite_features": [key for key, bad in zip(keys, lost, strict=True) if bad],
-            "parameters_not_finite": [n for n, p in named if not fsdp.whole(p).isfinite().all()],
-            "gradients_not_finite": [
-                n for n, p in named if p.grad is not None and not fsdp.whole(p.grad).isfinite().all()
-            ],
+            "parameters_not_finite": broken(named),
+            "gradients_not_finite": broken(gradients),
             "keys": keys,
         }
 

@@ -36,7 +36,6 @@ from mmclip.models.export import export_text
 from mmclip.models.metadata import text_metadata, versions
 from mmclip.models.text_encoder import ROLES, TextEncoder, encoding, load_text_model
 from mmclip.roles import Direction, Exponents, Positives
-from mmclip.similarity import TINY, mean_norm_factor
 from mmclip.training.monitors import TEXT_ADVICE, BadSamples
 from mmclip.training.optimizer import build_adamw, linear_factor, steps_in_all, text_groups
 from mmclip.training.step import seed_of
@@ -95,6 +94,7 @@ class TextTask(Task):
     metric = "ndcg@10"
     validates_last = True  # the held-out queries, which the evaluation does not have
     partial_gradients = True  # poolers that no pooling reads, experts that no text chose
+    clips_loss = False
 
     config: TextTrainConfig
     model: TextEncoder
@@ -137,9 +137,9 @@ class TextTask(Task):
 
     def __init__(self, config: TextTrainConfig, data: TextData, model: TextEncoder, device: torch.device) -> None:
         self.config, self.data, self.model, self.device = config, data, model, device
-        self.precision, self.pairs = model.precision, data.pairs
+        self.precision, self.pairs, self.locked = model.precision, data.pairs, set()
         self.rank, ranks = distributed.world()
-        self.encoder = TextNetwork(model.encoder)
+        self.encoder = self.network = TextNetwork(model.encoder)
         self.loss = build_loss(config).to(device)
         self.relevant = codes_of(torch.from_numpy(self.pairs.relevant)).to(device)
         # Negatives are candidates of q2d alone
@@ -153,11 +153,10 @@ class TextTask(Task):
         self.total_steps = steps_in_all(config, self.steps_per_epoch)
         self.warmup = int(config.warmup) if config.warmup >= 1 else math.ceil(config.warmup * self.total_steps)
         self.val_steps = config.watch_steps or self.steps_per_epoch
+        self.validation_queries = {Direction.Q2D.value: len(data.held_out.queries)} if data.held_out else {}
         self.bad_samples = BadSamples()
         self.fingerprints = {"data": fingerprint(self.pairs)}
         self._encoded: tuple[list[str], Tensor] = ([], torch.zeros(0, 0))
-
-    # --- a step ---------------------------------------------------------------------------------------------------
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[TextBatch]:
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self.pairs))
@@ -182,13 +181,11 @@ class TextTask(Task):
         if "negative" in features:
             negatives["document"] = features["negative"].transpose(0, 1).flatten(0, 1)  # [K * B, D], column by column
         if self.loss.positives is not Positives.NONE:
-            documents = torch.from_numpy(batch.pairs.document_ids)
-            ids = (
-                torch.from_numpy(batch.pairs.query_ids),
-                documents[:, 0],
-                documents[:, 1 : 1 + self.negatives].T.reshape(-1),
+            query, document = (
+                torch.from_numpy(x).to(self.device) for x in (batch.pairs.query_ids, batch.pairs.document_ids)
             )
-            positives = mask_from_judgments(self.relevant, *(i.to(self.device) for i in ids))
+            negative = document[:, 1 : 1 + self.negatives].T.reshape(-1)
+            positives = mask_from_judgments(self.relevant, query, document[:, 0], negative)
         return self.loss(sides, positives, negatives, untrained=False), {}
 
     def build_optimizer(self) -> torch.optim.AdamW:
@@ -197,51 +194,32 @@ class TextTask(Task):
     def lr_factor(self, step: int) -> float:
         return linear_factor(step, self.warmup, self.total_steps)
 
-    def clipped(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        own = {id(p) for p in self.loss.parameters()}
-        return [p for p in parameters if id(p) not in own]
-
     def checkpoint_gradients(self, enable: bool) -> None:
         encoder: Any = self.encoder.encoder
         (encoder.gradient_checkpointing_enable if enable else encoder.gradient_checkpointing_disable)()
 
     def use_copy(self, network: Any) -> None:
-        self.copy = network
-        self.model = dataclasses.replace(self.model, encoder=network.encoder)
+        self.network, self.model = network, dataclasses.replace(self.model, encoder=network.encoder)
 
-    @property
-    def network(self) -> nn.Module:
-        return getattr(self, "copy", self.encoder)
-
-    # --- validation, evaluation, export ---------------------------------------------------------------------------
-
-    @property
-    def validation_queries(self) -> dict[str, int]:
-        return {Direction.Q2D.value: len(self.data.held_out.queries)} if self.data.held_out else {}
+    def _encode(self, texts: list[str], role: str, progress: bool = True) -> Tensor:
+        return self.model.encode(texts, role, self.config.encode_batch_size, progress)
 
     def validate(self, exponents: Exponents) -> dict[str, float]:
         assert self.data.held_out is not None
-        held_out, batch = self.data.held_out, self.config.encode_batch_size
-        query = self.model.encode(held_out.queries, "query", batch, False)
-        document = self.model.encode(held_out.documents, "document", batch, False)
-        return quick_rates(text_set(held_out, query, document), exponents, [Direction.Q2D], ("ndcg@10", "success@1"))
+        held_out = self.data.held_out
+        vectors = [self._encode(held_out.queries, "query", False), self._encode(held_out.documents, "document", False)]
+        return quick_rates(text_set(held_out, *vectors), exponents, [Direction.Q2D], ("ndcg@10", "success@1"))
 
     def introduction(self) -> list[str]:
         data, model = self.data, self.model
-        held_out = (
-            f"{len(data.held_out.queries)} queries held out and watched" if data.held_out else "no queries watched"
-        )
-        lines = [f"{len(self.pairs):,} training pairs of {printable(self.config.train_data)}; {held_out}"]
+        watched = f"{len(data.held_out.queries)} queries held out and" if data.held_out else "no queries"
+        lines = [f"{len(self.pairs):,} training pairs of {printable(self.config.train_data)}; {watched} watched"]
         lines += [printable(note) for note in self.pairs.notes]
-        lines += [
-            f"{printable(c.path)} [{printable(c.split)}]: {printable(note)}" for c in data.val for note in c.notes
-        ]
+        lines += [f"{printable(c.path)} [{printable(c.split)}]: {printable(n)}" for c in data.val for n in c.notes]
         if model.removed:
-            rows = model.encode(self.pairs.documents[:64], "document", self.config.encode_batch_size, False)
-            lines.append(
-                f"removed {', '.join(model.removed)}: embeddings are raw, mean norm of a document "
-                f"{float(rows.norm(dim=1).mean()):.3g}"
-            )
+            norm = float(self._encode(self.pairs.documents[:64], "document", False).norm(dim=1).mean())
+            removed = ", ".join(model.removed)
+            lines.append(f"removed {removed}: embeddings are raw, mean norm of a document {norm:.3g}")
         return [*lines, f"texts cut to {', '.join(f'{model.length_of(role)} tokens ({role})' for role in ROLES)}"]
 
     def _metadata(self) -> Json:
@@ -269,22 +247,19 @@ class TextTask(Task):
             yield folder, self._evaluate(collection, trained["logit_scale_q2d"], about)
 
     def _evaluate(self, collection: BeirCollection, alpha: float | None, about: Json, fisher: bool = False) -> Results:
-        return evaluate([text_set(collection, *self._embed(collection))], self._exponents(), [Direction.Q2D],
-                        scales={Direction.Q2D: alpha}, metrics=TEXT_RATES, fisher=fisher, seed=self.config.seed,
-                        metadata=about)  # fmt: skip
+        data, q2d = text_set(collection, *self._embed(collection)), Direction.Q2D
+        how: Json = {"scales": {q2d: alpha}, "metrics": TEXT_RATES, "fisher": fisher, "seed": self.config.seed}
+        return evaluate([data], self._exponents(), [q2d], metadata=about, **how)
 
     @torch.no_grad()
     def _exponents(self) -> Exponents:
         return Exponents(*(float(g) for g in self.loss.similarity.exponents))
 
     def _embed(self, collection: BeirCollection) -> tuple[Tensor, Tensor]:
-        """Raw queries [Q, D] and documents [N, D]; documents of the collection before, as of another split, are kept."""
-        batch = self.config.encode_batch_size
+        """Raw queries [Q, D] and documents [N, D]; the last collection's documents, as of another split, are kept."""
         if self._encoded[0] != collection.documents:
-            self._encoded = collection.documents, self.model.encode(collection.documents, "document", batch)
-        return self.model.encode(collection.queries, "query", batch), self._encoded[1]
-
-    # --- start.json -----------------------------------------------------------------------------------------------
+            self._encoded = collection.documents, self._encode(collection.documents, "document")
+        return self._encode(collection.queries, "query"), self._encoded[1]
 
     @torch.no_grad()
     def baseline(self) -> Json:
@@ -292,31 +267,23 @@ class TextTask(Task):
         Fisher condition numbers of training pairs ("q2d") and of titles as queries of their texts ("titles"), which a
         corpus has enough of where judged queries are few.
         """
-        config, native = self.config, self._exponents()
+        config, native, val = self.config, self._exponents(), self.data.val
         query, document, rows = self._training_pairs()
-        norms = mean_norm_factor(query[rows[0]], document[rows[1]], native)
-        alpha = config.logit_scale_init / max(norms, TINY)  # as a first batch of these would set it
-        trained = self._metadata()
-        if Direction.Q2D in self.loss.trained:
-            trained["logit_scale_q2d"] = alpha
+        alpha = self.first_alpha(Direction.Q2D, query[rows[0]], document[rows[1]])
+        trained = self._metadata() | ({"logit_scale_q2d": alpha} if Direction.Q2D in self.loss.trained else {})
         about = self._about(0) | {"trained_with": trained}
-        content: Json = {}
-        for i, collection in enumerate(self.data.val):
-            found = self._evaluate(collection, alpha, about, fisher=i == 0).json
-            if i == 0:
-                content = {**found, "evaluations": {}}
-            else:
-                kept = {key: found[key] for key in ("data", "retrieval", "magnitude")}
-                content["evaluations"][evaluation_name(collection.path, collection.split)] = kept
+        results = [self._evaluate(collection, alpha, about, fisher=i == 0).json for i, collection in enumerate(val)]
+        content: Json = {**results[0], "evaluations": {}} if results else {}
+        for collection, result in zip(val[1:], results[1:], strict=True):
+            kept = {key: result[key] for key in ("data", "retrieval", "magnitude")}
+            content["evaluations"][evaluation_name(collection.path, collection.split)] = kept
         fisher: Json = {"data": {"path": config.train_data, "split": config.train_split}}
         fisher["q2d"] = fisher_report(query, document, rows, np.arange(len(query)), native, alpha, seed=config.seed)
-        if self.data.val and (titles := self._titles(self.data.val[0])):
+        if val and (titles := self._titles(val[0])):
             each = np.arange(len(titles[0]))
-            fisher["titles"] = {
-                "data": {"path": self.data.val[0].path, "split": self.data.val[0].split},
-                "what": "a title asks for its text",
-                **fisher_report(*titles, (each, each), each, native, alpha, seed=config.seed),
-            }
+            report = fisher_report(*titles, (each, each), each, native, alpha, seed=config.seed)
+            data = {"path": val[0].path, "split": val[0].split}
+            fisher["titles"] = {"data": data, "what": "a title asks for its text", **report}
         return {**content, "fisher": fisher}
 
     def _training_pairs(self) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
@@ -327,46 +294,36 @@ class TextTask(Task):
         enough = min(len(self.pairs), 2 * PER_DIMENSION * self.model.dim)
         rng = np.random.default_rng(self.config.seed)
         drawn = self.pairs.subset(np.sort(rng.choice(len(self.pairs), enough, replace=False)))
-        embeddings, rows = [], []
-        for role, texts, ids in (("query", drawn.queries, drawn.query_ids),
-                                 ("document", drawn.documents, drawn.document_ids[:, 0])):  # fmt: skip
-            _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-            embeddings.append(self.model.encode([texts[i] for i in first], role, self.config.encode_batch_size))
-            rows.append(inverse.reshape(-1))
-        return embeddings[0], embeddings[1], (rows[0], rows[1])
+
+        def encoded(role: str, texts: list[str], ids: Any) -> tuple[Tensor, Any]:
+            _, first, rows = np.unique(ids, return_index=True, return_inverse=True)
+            return self._encode([texts[i] for i in first], role), rows.reshape(-1)
+
+        query, query_rows = encoded("query", drawn.queries, drawn.query_ids)
+        document, document_rows = encoded("document", drawn.documents, drawn.document_ids[:, 0])
+        return query, document, (query_rows, document_rows)
 
     def _titles(self, collection: BeirCollection) -> tuple[Tensor, Tensor] | None:
         """Titles as queries and their texts as documents; None where there are too few for a condition number."""
-        rows, known = [], set()
-        for row, (title, document) in enumerate(zip(collection.titles, collection.documents, strict=True)):
-            if title.strip() and title not in known and document[len(title) :].strip():
-                known.add(title)
-                rows.append(row)
+        texts: dict[str, str] = {}
+        for title, document in zip(collection.titles, collection.documents, strict=True):
+            if title.strip() and (text := document[len(title) :].strip()):
+                texts.setdefault(title, text)
         enough = PER_DIMENSION * self.model.dim
-        if len(rows) < enough:
+        if len(texts) < enough:
             return None
-        chosen = np.sort(np.random.default_rng(self.config.seed).permutation(rows)[: 2 * enough]).tolist()
-        batch = self.config.encode_batch_size
-        texts = [collection.documents[row][len(collection.titles[row]) :].strip() for row in chosen]
-        titles = self.model.encode([collection.titles[row] for row in chosen], "query", batch)
-        return titles, self.model.encode(texts, "document", batch)
+        chosen = np.sort(np.random.default_rng(self.config.seed).permutation(len(texts))[: 2 * enough])
+        pairs = [list(texts.items())[i] for i in chosen]
+        return self._encode([title for title, _ in pairs], "query"), self._encode(
+            [text for _, text in pairs], "document"
+        )
 
 
 def build_loss(config: TextTrainConfig) -> ContrastiveLoss:
     """The loss of a run; alpha is trained with --learn-scale only."""
-    return text_loss(
-        config.loss,
-        config.norm,
-        config.q2d_weight,
-        config.positives,
-        config.focal,
-        config.norm_drift,
-        gather=True,
-        scale_init=config.logit_scale_init,
-        scale_max=config.logit_scale_max,
-        gamma_init=config.gamma_init,
-        learn_scale=config.learn_scale,
-    )
+    names = ("loss", "norm", "q2d_weight", "positives", "focal", "norm_drift", "gamma_init", "learn_scale")
+    same = {name: getattr(config, name) for name in names}
+    return text_loss(**same, gather=True, scale_init=config.logit_scale_init, scale_max=config.logit_scale_max)
 
 
 def fingerprint(pairs: TextPairs) -> str:

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmclip import distributed
 from mmclip.data.loading import ReaderDied
 from mmclip.distributed import fsdp
@@ -26,7 +24,7 @@ from mmclip.losses import schedule
 from mmclip.training import monitors
 from mmclip.training.checkpoint import FORMAT, check_run, restore, save_checkpoint
 from mmclip.training.log import RunLog
-from mmclip.training.monitors import Alarm, Monitors
+from mmclip.training.monitors import Monitors
 from mmclip.training.signals import Interrupted, SignalHandler
 from mmclip.training.step import NotFinite, TrainStep
 from mmclip.training.task import Batch, Task
@@ -38,134 +36,126 @@ PATIENCE = 100  # steps in a row without a sample after which the data count as 
 class Trainer:
     """One run: :meth:`train` takes all steps that are left; ``step`` counts those behind it."""
 
+    handler: SignalHandler
+
     def __init__(self, task: Task, folder: Path) -> None:
         self.task, self.config, self.folder = task, task.config, folder
         self.rank, self.ranks = distributed.world()
-        self.stepper = TrainStep(task)
+        self.stepper, self.monitors, self.log = TrainStep(task), Monitors(task), RunLog()
         self.step, self.saved = 0, -1  # saved: the step of the newest checkpoint
         self.taken = 0  # steps that had samples to learn from
         self.passed_over = 0  # steps in a row that had none
-        self.monitors = self._monitors()
+        self.reason = 0  # to stop: a signal's number, or ALARM
+        self.waited = 0.0  # seconds for batches
         self.pending: dict[str, Any] = {}  # the line of a step whose validation a signal ended
         self._seconds, self._since = 0.0, time.perf_counter()
-
-    def _monitors(self) -> Monitors:
-        config, task = self.config, self.task
-        learned = config.norm == "learned" and config.gamma_lr > 0
-        gamma_q, gamma_d = (float(torch.as_tensor(g).detach()) for g in task.loss.similarity.exponents)
-        return Monitors(
-            candidates=task.candidates,
-            trained=[d.value for d in task.loss.trained],
-            gamma_init=(gamma_q, gamma_d) if learned else None,
-            scale_max=config.logit_scale_max,
-            warmup=task.warmup,
-            total_steps=task.total_steps,
-            queries=task.validation_queries,
-            metric=task.metric,
-            advice=task.advice,
-        )
 
     @property
     def seconds(self) -> float:
         """Time since the first step, all attempts together."""
         return self._seconds + time.perf_counter() - self._since
 
-    # --- the run --------------------------------------------------------------------------------------------------
-
     def train(self) -> int:
-        """Take the steps that are left.
-
-        Returns:
-            0, or the number of the signal after which the run was saved and left.
+        """Take the steps that are left; returns 0, or the number of the signal after which the run was saved.
 
         Raises:
             UserError: The run cannot go on: a loss that is not finite, an alarm under --strict, no samples, no space.
         """
         folder = self.folder if self.rank == 0 else None
-        log = RunLog(folder, self.task.total_steps, self.step, self.config.report_to == "tensorboard")
+        self.log = RunLog(folder, self.task.total_steps, self.step, self.config.report_to == "tensorboard")
         try:
-            with SignalHandler() as handler:
-                try:
-                    reason = self._steps(log, handler)
-                except ReaderDied:  # by a signal to the whole group: this process stops as the others do
-                    if not handler.signum:
-                        raise
-                    reason = distributed.largest([self._stop(handler), 0, 0], self.task.device)[0]
-            self.save(log)
+            with SignalHandler() as self.handler:
+                self._steps()
+            self.save()
         except ReaderDied as error:
             if not self.config.fsdp:  # where a share alone is no checkpoint, and the others do not know
                 self._keep()
             kept = "the newest checkpoint" if self.config.fsdp else "what was trained"
             raise UserError(f"step {self.step + 1}: {error}; {kept} is kept for --resume latest") from None
         finally:
-            log.close()
-        if reason == ALARM:
+            self.log.close()
+        if self.reason == ALARM:
             first = next(iter(self.monitors.raised.values()), "another process raised it")
             raise UserError(f"step {self.step}: alarm (--strict): {first}")
-        if reason == 0 and self.taken == 0:
+        if self.reason == 0 and self.taken == 0:
             raise monitors.no_samples(self.step, self.step, self.task.bad_samples.reasons)
-        return reason
+        return self.reason
 
-    def _steps(self, log: RunLog, handler: SignalHandler) -> int:
-        """Take all steps that are left; the reason why they ended before the last one, else 0."""
-        task, config, per_epoch = self.task, self.config, self.task.steps_per_epoch
-        save_steps = config.save_steps or per_epoch
-        consumed, since, waited, note = 0, time.perf_counter(), 0.0, ""
+    def _steps(self) -> None:
+        """Take all steps that are left, or those before a reason to stop."""
+        task, per_epoch = self.task, self.task.steps_per_epoch
+        consumed, since, note = 0, time.perf_counter(), ""
         if distributed.largest([len(self.pending)], task.device)[0]:
-            self.validate(self.pending, log, handler)
-        for batch, wait in self._remaining_batches():
-            waited += wait
-            stop, bad, empty = self.agreed(batch, handler)
-            if stop:
-                return stop
-            for text in self.note_bad(batch) if bad else ():
-                log.say(text)
+            self.validate(self.pending)
+        for batch, complete in self._remaining_batches():
             first, last, self.step = self.step == 0, self.step + 1 == task.total_steps, self.step + 1
-            due = first or last or self.step % config.log_every_n_steps == 0
+            due = first or last or self.step % self.config.log_every_n_steps == 0
             # Encoders take no empty batch: where a rank could read no sample all ranks pass the step over
-            line = self._pass_over() if empty else self._take(batch, due)
-            for text in schedule.describe(self.step, line) if self.rank == 0 else ():
-                log.say(text)
+            line = self._take(batch, due) if complete else self._pass_over()
+            for text in schedule.describe(self.step, line):
+                self.log.say(text)
             consumed += len(batch.keys) * self.ranks
             if "loss" in line:
                 elapsed = time.perf_counter() - since
                 rate = consumed / elapsed
                 line |= {"epoch": (self.step - 1) // per_epoch, f"{task.unit}_per_second": rate}
-                line["data_wait"] = waited / elapsed
+                line["data_wait"] = self.waited / elapsed
                 norms = "  ".join(f"|{side}| {line[f'norm_{side}_mean']:.3g}" for side in task.sides)
                 note = f"loss {line['loss']:.3f}  {norms}  {rate:.0f}/s"
-                self._alarm(self.monitors.training(self.step, line, elapsed), line, log)
-                consumed, since, waited = 0, time.perf_counter(), 0.0
-            log.show(self.step, note)
+                self._alarm(self.monitors.training(self.step, line, elapsed), line)
+                consumed, since, self.waited = 0, time.perf_counter(), 0.0
+            self.log.show(self.step, note)
             paused = time.perf_counter()
-            if self._validation_due(last):
-                self.validate(line, log, handler)
+            if task.validation_queries and (task.validates_last if last else self.step % task.val_steps == 0):
+                self.validate(line)
             else:
-                log.write(self.step, line)
-            if self.step % save_steps == 0 and not last and not self.passed_over:
-                self.save(log)
+                self.log.write(self.step, line)
+            if self.step % (self.config.save_steps or per_epoch) == 0 and not last and not self.passed_over:
+                self.save()
             since += time.perf_counter() - paused  # validation and saving are not training speed
-        return distributed.largest([self._stop(handler)], task.device)[0]
+        self.reason = self.reason or distributed.largest([self._stop()], task.device)[0]
 
-    def _validation_due(self, last: bool) -> bool:
-        if not self.task.validation_queries:
-            return False
-        return self.task.validates_last if last else self.step % self.task.val_steps == 0
-
-    def _remaining_batches(self) -> Iterator[tuple[Batch, float]]:
-        """Batches from the current step to the last, each with the seconds that it was waited for."""
+    def _remaining_batches(self) -> Iterator[tuple[Batch, bool]]:
         per_epoch, total = self.task.steps_per_epoch, self.task.total_steps
-        while self.step < total:
+        while self.step < total and not self.reason:
             epoch, start = divmod(self.step, per_epoch)
-            iterator = iter(self.task.batches(epoch, start))
-            while self.step < total:
-                before = time.perf_counter()
-                batch = next(iterator, None)
-                if batch is None:
-                    break
-                yield batch, time.perf_counter() - before
-            if self.step != (epoch + 1) * per_epoch and self.step < total:
+            for batch in self.batches(epoch, start):
+                yield batch
+                if self.step == total:
+                    return
+            if self.step != (epoch + 1) * per_epoch and not self.reason:
                 raise UserError(f"epoch {epoch + 1} ended after {self.step - epoch * per_epoch} of {per_epoch} steps")
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Batch, bool]]:
+        """Batches of an epoch until a process has a ``reason`` to stop, and whether all ranks have samples in theirs.
+
+        Bad samples of all ranks are counted on all ranks (UserError: more than the limit); ``waited`` is measured.
+        """
+        task, iterator = self.task, iter(self.task.batches(epoch, start))
+        while True:
+            before = time.perf_counter()
+            try:
+                batch = next(iterator, None)
+            except ReaderDied:  # by a signal to the whole group: this process stops as the others do
+                if not self.handler.signum:
+                    raise
+                self.reason = distributed.largest([self._stop(), 0, 0], task.device)[0]
+                return
+            if batch is None:
+                return
+            self.waited += time.perf_counter() - before
+            new = any(sample.key not in task.bad_samples.reasons for sample in batch.bad)
+            mine = [self._stop(), int(new), int(len(batch.keys) == 0)]
+            self.reason, bad, empty = distributed.largest(mine, task.device)
+            if self.reason:
+                return
+            for samples in distributed.gather_objects(batch.bad) if bad else ():
+                for text in task.bad_samples.add(samples):
+                    self.log.say(text)
+            yield batch, not empty
+
+    def _stop(self) -> int:
+        return ALARM if self.config.strict and self.monitors.raised else self.handler.signum
 
     def _pass_over(self) -> dict[str, Any]:
         """A step without a sample. Raises: UserError: Too many in a row."""
@@ -189,63 +179,35 @@ class Trainer:
                 self._keep(more=1)  # of a run that went wrong the last state may not be the best
                 kept = True
             raise monitors.not_finite(error.facts, path, kept) from None
-        except torch.OutOfMemoryError as error:
-            raise monitors.out_of_memory(self.step, self.config.batch_size, self.task.advice, error) from None
-        self.taken += 1
-        self.passed_over = 0
+        self.taken, self.passed_over = self.taken + 1, 0
         return numbers
 
-    # --- what the processes agree on ------------------------------------------------------------------------------
+    def _alarm(self, alarms: list[tuple[str, str]], line: dict[str, Any]) -> None:
+        for name, text in alarms:
+            line.setdefault("alarms", {})[name] = text
+            self.log.say(f"alarm, step {self.step}: {text}")
 
-    def agreed(self, batch: Batch, handler: SignalHandler) -> tuple[int, bool, bool]:
-        """(reason to stop or 0, whether a rank has new bad samples, whether a rank's batch is empty)."""
-        new = any(sample.key not in self.task.bad_samples.reasons for sample in batch.bad)
-        mine = [self._stop(handler), int(new), int(len(batch.keys) == 0)]
-        stop, bad, empty = distributed.largest(mine, self.task.device)
-        return stop, bool(bad), bool(empty)
-
-    def _stop(self, handler: SignalHandler) -> int:
-        return ALARM if self.config.strict and self.monitors.raised else handler.signum
-
-    def note_bad(self, batch: Batch) -> list[str]:
-        """Count all ranks' bad samples on all ranks; lines for rank 0. Raises: UserError: More than the limit."""
-        lines = [line for bad in distributed.gather_objects(batch.bad) for line in self.task.bad_samples.add(bad)]
-        return lines if self.rank == 0 else []
-
-    def _alarm(self, alarms: list[Alarm], line: dict[str, Any], log: RunLog) -> None:
-        for alarm in alarms if self.rank == 0 else []:
-            line.setdefault("alarms", {})[alarm.name] = alarm.text
-            log.say(f"alarm, step {self.step}: {alarm.text}")
-
-    # --- validation and results -----------------------------------------------------------------------------------
-
-    def validate(self, line: dict[str, Any], log: RunLog, handler: SignalHandler) -> None:
+    def validate(self, line: dict[str, Any]) -> None:
         """Validate into ``line``, which is written; rank 0 works, others wait.
 
         A signal ends it, since the time is needed to save; the continuation begins with it.
         """
-        self.pending = {}
+        task, self.pending = self.task, {}
         try:
-            with fsdp.filled(self.task.network, self.task.encoder), handler.interruptible():
+            with fsdp.filled(task.network, task.encoder), self.handler.interruptible():
                 if self.rank == 0:
-                    numbers = self.task.validate(self.task.loss.similarity.exponents)
+                    numbers = task.validate(task.loss.similarity.exponents)
                     line |= numbers
-                    values = {
-                        scoring: "  ".join(
-                            f"{d} {numbers[f'val_{d}_{self.task.metric}_{scoring}']:.3f}"
-                            for d in self.task.validation_queries
-                        )
-                        for scoring in ("native", "cosine")
-                    }
-                    log.say(
-                        f"step {self.step}: validation {self.task.metric}  {values['native']}   by cosine  "
-                        f"{values['cosine']}"
+                    native, cosine = (
+                        "  ".join(f"{d} {numbers[f'val_{d}_{task.metric}_{s}']:.3f}" for d in task.validation_queries)
+                        for s in ("native", "cosine")
                     )
-                    self._alarm(self.monitors.validation(numbers), line, log)
-            log.write(self.step, line)
+                    self.log.say(f"step {self.step}: validation {task.metric}  {native}   by cosine  {cosine}")
+                    self._alarm(self.monitors.validation(numbers), line)
+            self.log.write(self.step, line)
         except Interrupted:
             self.pending = {"step": self.step, **line}
-            log.say(f"step {self.step}: validation ended by {signal.Signals(handler.signum).name}")
+            self.log.say(f"step {self.step}: validation ended by {signal.Signals(self.handler.signum).name}")
         distributed.barrier()
 
     def evaluate(self) -> Iterator[tuple[str, Results]]:
@@ -255,18 +217,16 @@ class Trainer:
         """
         for folder, results in self.task.evaluate(self.step, self.seconds):
             if not folder and not self.task.validates_last:
-                retrieval = results.json["retrieval"]
+                retrieval, metric = results.json["retrieval"], self.task.metric
                 numbers = {
-                    f"val_{d}_{self.task.metric}_{scoring}": retrieval[d][scoring][self.task.metric]
+                    f"val_{d}_{metric}_{scoring}": retrieval[d][scoring][metric]
                     for d in self.task.validation_queries
                     for scoring in ("native", "cosine")
                 }
-                for alarm in self.monitors.validation(numbers):
-                    print(f"alarm: {alarm.text}", file=sys.stderr)
+                for _, text in self.monitors.validation(numbers):
+                    print(f"alarm: {text}", file=sys.stderr)
             results.json["alarms"] = dict(self.monitors.raised)
             yield folder, results
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values.
@@ -274,8 +234,7 @@ class Trainer:
         Locked weights are left out: they are rebuilt from their source and recognized by fingerprints. With --fsdp all
         ranks call it together, and rank 0 gets whole tensors.
         """
-        locked = self.task.locked_names()
-        encoder = {k: v for k, v in self.task.encoder.state_dict().items() if k not in locked}
+        encoder = {k: v for k, v in self.task.encoder.state_dict().items() if k not in self.task.locked}
         return {
             "format": FORMAT,
             "step": self.step,
@@ -292,36 +251,25 @@ class Trainer:
             "pending": self.pending,
         }
 
-    def save(self, log: RunLog) -> None:
+    def save(self) -> None:
         """Save a checkpoint, with the lines of metrics.jsonl before it on the disk."""
         if self.saved != self.step:
-            log.flush()
+            self.log.flush()
             self._keep()
         self.saved = self.step
         distributed.barrier()
 
     def _keep(self, more: int = 0) -> None:
-        """Save a checkpoint without waiting for other processes (with --fsdp: by all of them).
-
-        Args:
-            more: Checkpoints kept beyond --keep-checkpoints.
-        """
+        """Save a checkpoint without waiting for other processes (with --fsdp by all), and ``more`` earlier ones."""
         state = self.state() if self.rank == 0 or self.config.fsdp else {}
         if self.rank == 0:
             save_checkpoint(self.folder / "checkpoints", self.step, state, self.config.keep_checkpoints + more)
 
     def resume(self, state: dict[str, Any], path: Path) -> None:
-        """Continue from a checkpoint that ``check_settings`` has passed.
-
-        Raises:
-            UserError: Data or locked weights have changed, or the tensors are not this run's.
-        """
-        task = self.task
-        check_run(state, path, task.fingerprints, task.total_steps)
-        restore(state, path, task.encoder, task.loss, self.stepper.optimizer, task.locked_names(),
-                task.partial_gradients)  # fmt: skip
+        """Continue from a checkpoint that ``check_settings`` has passed. Raises: UserError: It is not this run's."""
+        check_run(state, path, self.task.fingerprints, self.task.total_steps)
+        restore(state, path, self.stepper)
         self.step = self.saved = state["step"]
-        self.taken, self._seconds = state["taken"], state["seconds"]
-        task.bad_samples.load(state["bad_samples"])
+        self.taken, self._seconds, self.pending = state["taken"], state["seconds"], state["pending"]
+        self.task.bad_samples.load(state["bad_samples"])
         self.monitors.load_state_dict(state["monitors"])
-        self.pending = state["pending"]

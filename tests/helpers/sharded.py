@@ -155,7 +155,7 @@ def gradients(s: TrainStep) -> Found:
 
 def state_of(s: TrainStep) -> Found:
     """As ``Trainer.state`` has it; None for tensors of other ranks than 0."""
-    locked = s.task.locked_names()
+    locked = s.task.locked
     return copy.deepcopy({
         "taken": 1, "encoder": sharding.gathered({k: v for k, v in s.encoder.state_dict().items() if k not in locked}),
         "loss": s.loss.state_dict(), "optimizer": sharding.gathered(s.optimizer.state_dict()),
@@ -190,7 +190,7 @@ def continued(folder: Path, case: Case, fsdp: bool, rows: slice | None = None) -
         for p in s.parameters:
             p.add_(1)
     path = folder / "checkpoint.pt"
-    restore(torch.load(path, weights_only=True), path, s.encoder, s.loss, s.optimizer, s.task.locked_names())
+    restore(torch.load(path, weights_only=True), path, s)
     s.run(own_batch(case, STEPS, rows), STEPS, False)
     return state_of(s)
 

@@ -1,29 +1,74 @@
-"""Runs that end early: by a signal after saving, by an alarm under --strict, by a loss that is not finite."""
+"""Runs that end early: by a signal after saving, by an alarm under --strict, by data or a loss that cannot be used."""
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from shlex import split
+from typing import Any
 
 import pytest
 
-from tests.helpers.tiny import ROOT, run_script
+from tests.helpers.tiny import ROOT, logged, run_script
 
-FLAGS = ["--batch-size", 32, "--workers", 2, "--lr", "1e-3", "--warmup", 2, "--epochs", 60, "--log-every-n-steps", 1,
-         "--device", "cpu", "--val-steps", 50, "--save-steps", 1000]  # fmt: skip
+FLAGS = split(
+    "--batch-size 32 --workers 2 --lr 1e-3 --warmup 2 --epochs 20 --log-every-n-steps 1 --device cpu "
+    "--val-steps 15 --save-steps 1000"
+)
+STEPS = 60
+# Runs a script behind a patch, which is one of Python's statements on "training", a module of it, or "ClipTask"
+PATCHED = """
+import os, runpy, signal, sys
+from mmclip.training import trainer as training
+from mmclip.training.clip_task import ClipTask
+{}
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+CUT = """
+real, calls = ClipTask.validate, []
+def validate(self, *a):
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self, *a)
+ClipTask.validate = validate
+"""
+VANISH = """
+real = training.Trainer._take
+def take(self, batch, due):
+    if self.step == 3:
+        open(os.environ["SHARD"], "r+b").truncate(0)
+    return real(self, batch, due)
+training.Trainer._take = take
+"""
+
+
+def patched(patch: str, *flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PATCHED.format(patch), ROOT / "scripts" / "train_clip.py", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def train(*flags: object) -> str:
+    """What a run that ends well says."""
+    done = run_script("train_clip.py", *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
 def flags(tiny_data: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     logs = tmp_path_factory.mktemp("logs")
     flags = ["--train-data", tiny_data, "--model", tiny_model, "--logs", logs, *FLAGS]
-    whole = run_script("train_clip.py", *flags, "--name", "whole")
-    assert whole.returncode == 0, whole.stderr[-2000:]
+    train(*flags, "--name", "whole")
     return flags
 
 
@@ -45,78 +90,59 @@ def test_a_signal_to_the_whole_group_saves_and_leaves(flags: list[object], signu
     assert "Traceback" not in stderr and f"{name}: saving, then leaving" in stderr
     assert f"continue with --name {name} --resume latest" in stderr
     steps = metrics.read_text().count("\n")
-    assert 5 < steps < 180, "stopped in the middle"
+    assert 5 < steps < STEPS, "stopped in the middle"
     assert (logs / name / "checkpoints" / "latest").read_text() == f"step_{steps:08d}.pt\n", "no step is lost"
-    resumed = run_script("train_clip.py", *flags, "--name", name, "--resume", "latest", "--workers", 0)
-    assert resumed.returncode == 0, resumed.stderr[-2000:]
-    assert f"continuing after step {steps}" in resumed.stderr
+    assert f"continuing after step {steps}" in train(*flags, "--name", name, "--resume", "latest", "--workers", 0)
     weights = "model/open_clip_model.safetensors"
     assert (logs / name / weights).read_bytes() == (logs / "whole" / weights).read_bytes()
-    assert metrics.read_text().count("\n") == 180
-
-
-CUT = """
-import os, runpy, signal, sys
-from mmclip.training.clip_task import ClipTask
-real, calls = ClipTask.validate, []
-def validate(self, *a):
-    calls.append(1)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return real(self, *a)
-ClipTask.validate = validate
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+    assert metrics.read_text().count("\n") == STEPS
 
 
 def test_a_validation_that_is_cut_is_made_up_for_by_the_continuation(flags: list[object]) -> None:
-    logs = Path(str(flags[5]))
-    command = [sys.executable, "-c", CUT, ROOT / "scripts" / "train_clip.py", *flags, "--name", "cut"]
-    cut = subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False,
-                         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})  # fmt: skip
-    assert cut.returncode == 143 and "step 100: validation ended by SIGTERM" in cut.stderr, cut.stderr[-2000:]
-    resumed = run_script("train_clip.py", *flags, "--name", "cut", "--resume", "latest")
-    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    cut = patched(CUT, *flags, "--name", "cut")
+    assert cut.returncode == 143 and "step 30: validation ended by SIGTERM" in cut.stderr, cut.stderr[-2000:]
+    train(*flags, "--name", "cut", "--resume", "latest")
 
-    def lines(name: str) -> list[dict[str, object]]:
-        found = [json.loads(x) for x in (logs / name / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in x.items() if k not in ("samples_per_second", "data_wait")} for x in found]
+    def lines(name: str) -> list[dict[str, Any]]:
+        timed = ("samples_per_second", "data_wait")
+        return [{k: v for k, v in x.items() if k not in timed} for x in logged(Path(str(flags[5])) / name)]
 
-    assert lines("cut") == lines("whole"), "every step once, and step 100 with its validation"
+    assert lines("cut") == lines("whole"), "every step once, and step 30 with its validation"
 
 
-def test_a_run_tells_its_alarms_and_strict_ends_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_data_that_vanish_during_a_run_stop_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_data, tmp_path / "data")
+    flags = ["--train-data", tmp_path / "data", "--model", tiny_model, "--logs", tmp_path, "--name", "x", *FLAGS,
+             "--workers", 0, "--epochs", 100, "--val-data", "none"]  # fmt: skip
+    done = patched(VANISH, *flags, SHARD=str(tmp_path / "data" / "train" / "0.tar"))
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert last.startswith("error: step 103: no image could be read in 100 steps in a row; last: ") and "0.tar" in last
+    assert (tmp_path / "x" / "checkpoints" / "step_00000003.pt").is_file()
+
+
+def test_a_run_names_its_alarms_and_strict_ends_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:
     """gammas that cannot move, at a learning rate of next to nothing."""
-    flags = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--batch-size", 32, "--workers", 0,
-             "--norm", "learned", "--gamma-lr", "1e-9", "--epochs", 8, "--log-every-n-steps", 1, "--device", "cpu",
-             "--save-steps", 5]  # fmt: skip
-    done = run_script("train_clip.py", *flags, "--name", "told")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("both gammas stand where they started") == 1
-    lines = [json.loads(x) for x in (tmp_path / "told" / "metrics.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in lines if "gamma_unmoved" in x.get("alarms", {})] == [12]
-    assert "gamma_unmoved" in json.loads((tmp_path / "told" / "results.json").read_text())["alarms"]
-    strict = run_script("train_clip.py", *flags, "--name", "strict", "--strict")
-    last = strict.stderr.strip().splitlines()[-1]
-    assert strict.returncode == 2 and "Traceback" not in strict.stderr
-    assert last.startswith("error: step 12: alarm (--strict): after half of the run both gammas")
-    assert (tmp_path / "strict" / "checkpoints" / "latest").read_text() == "step_00000012.pt\n", "nothing is lost"
-    again = run_script("train_clip.py", *flags, "--name", "strict", "--strict", "--resume", "latest")
-    assert again.returncode == 2 and "alarm (--strict): after half of the run" in again.stderr, "still an error"
-    gone_on = run_script("train_clip.py", *flags, "--name", "strict", "--resume", "latest", "--no-strict")
-    assert gone_on.returncode == 0, gone_on.stderr[-2000:]
-    assert "gamma_unmoved" in json.loads((tmp_path / "strict" / "results.json").read_text())["alarms"], "not forgotten"
+    flags = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, *FLAGS, "--workers", 0, "--norm",
+             "learned", "--gamma-lr", "1e-9", "--epochs", 4, "--save-steps", 5]  # fmt: skip
+    assert train(*flags, "--name", "x").count("both gammas stand where they started") == 1
+    assert [x["step"] for x in logged(tmp_path / "x") if "gamma_unmoved" in x.get("alarms", {})] == [6]
+    assert "gamma_unmoved" in (tmp_path / "x" / "results.json").read_text()
+    for resume in ([], ["--resume", "latest"]):  # continued, it is still an error
+        strict = run_script("train_clip.py", *flags, "--name", "strict", "--strict", *resume)
+        last = strict.stderr.strip().splitlines()[-1]
+        assert strict.returncode == 2 and "Traceback" not in strict.stderr
+        assert last.startswith("error: step 6: alarm (--strict): after half of the run both gammas")
+    assert (tmp_path / "strict" / "checkpoints" / "latest").read_text() == "step_00000006.pt\n", "nothing is lost"
+    train(*flags, "--name", "strict", "--resume", "latest", "--no-strict")
+    assert "gamma_unmoved" in (tmp_path / "strict" / "results.json").read_text(), "not forgotten"
 
 
 def test_a_run_that_overflows_stops_with_its_samples_and_the_state_before(
     tiny_data: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    done = run_script(
-        "train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--name", "x",
-        "--batch-size", 32, "--workers", 2, "--norm", "dot", "--lr", "1e18", "--epochs", 8, "--device", "cpu",
-        "--save-steps", 1,
-    )  # fmt: skip
+    flags = ["--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, *FLAGS, "--name", "x"]
+    done = run_script("train_clip.py", *flags, "--norm", "dot", "--lr", "1e18", "--save-steps", 1)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("error: step ") and "Traceback" not in done.stderr
     assert "not finite" in last and "Try a lower --lr" in last

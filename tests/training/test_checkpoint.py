@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,52 +22,58 @@ from mmclip.training.optimizer import build_adamw, clip_groups
 
 PATH = Path("step_00000003.pt")
 FINGERPRINTS = {"data": "abc", "image trunk": "def"}
-Parts = tuple[Any, Any, Any]
 State = dict[str, Any]
 
 
-def build(tiny_model: Path, seed: int) -> Parts:
+def build(tiny_model: Path, seed: int, partial: bool = False) -> Any:
+    """What ``restore`` needs of a TrainStep."""
     torch.manual_seed(seed)
-    towers = build_model(str(tiny_model)).towers
+    towers, loss = build_model(str(tiny_model)).towers, clip_loss("sym", "learned")
     towers.lock("image")
-    loss = clip_loss("sym", "learned")
-    return towers, loss, build_adamw(clip_groups(towers, loss, TrainConfig()), (0.9, 0.98), 1e-6)
+    optimizer = build_adamw(clip_groups(towers, loss, TrainConfig()), (0.9, 0.98), 1e-6)
+    task = SimpleNamespace(encoder=towers, loss=loss, locked=towers.locked_names(), partial_gradients=partial)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return SimpleNamespace(task=task, optimizer=optimizer, parameters=parameters)
 
 
 @pytest.fixture(scope="module")
-def parts(tiny_model: Path) -> Parts:
-    towers, loss, optimizer = build(tiny_model, 0)
-    loss({s: torch.randn(4, 16) for s in ("image", "text")})  # the first batch sets alpha and the norm statistics
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+def step(tiny_model: Path) -> Any:
+    step = build(tiny_model, 0)
+    # the first batch sets alpha and the norm statistics
+    step.task.loss({s: torch.randn(4, 16) for s in ("image", "text")})
+    for parameter in step.parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return towers, loss, optimizer
+    step.optimizer.step()
+    return step
 
 
 @pytest.fixture
-def state(parts: Parts) -> State:
-    towers, loss, optimizer = parts
-    locked = towers.locked_names()
+def state(step: Any) -> State:
+    encoder = {k: v for k, v in step.task.encoder.state_dict().items() if k not in step.task.locked}
     return copy.deepcopy({
         "format": FORMAT, "step": 3, "taken": 3, "seconds": 1.0, "ranks": 1, "bad_samples": {}, "monitors": {},
-        "pending": {}, "encoder": {k: v for k, v in towers.state_dict().items() if k not in locked},
-        "loss": loss.state_dict(), "optimizer": optimizer.state_dict(), "settings": TrainConfig().to_dict(),
-        "fingerprints": FINGERPRINTS,
+        "pending": {}, "encoder": encoder, "loss": step.task.loss.state_dict(), "fingerprints": FINGERPRINTS,
+        "optimizer": step.optimizer.state_dict(), "settings": TrainConfig().to_dict(),
     })  # fmt: skip
 
 
-def test_a_good_checkpoint_restores_every_trained_tensor(parts: Parts, state: State, tiny_model: Path) -> None:
-    towers, loss, optimizer = build(tiny_model, 1)  # other weights
+def test_a_good_checkpoint_restores_every_trained_tensor_and_chooses_no_learning_rate(
+    step: Any, state: State, tiny_model: Path
+) -> None:
+    ours = build(tiny_model, 1)  # other weights
+    rates = [g["peak_lr"] for g in ours.optimizer.param_groups]
+    for group in state["optimizer"]["param_groups"]:
+        group["peak_lr"] = 1e9
     check_settings(state, PATH, TrainConfig(workers=7, strict=True, val_steps=9), 1)
     check_run(state, PATH, FINGERPRINTS, 10)
-    locked = towers.locked_names()
-    restore(state, PATH, towers, loss, optimizer, locked)
-    assert locked and all(
-        torch.equal(v, parts[0].state_dict()[k]) for k, v in towers.state_dict().items() if k not in locked
-    )
-    assert all(torch.equal(v, parts[1].state_dict()[k]) or v.isnan().all() for k, v in loss.state_dict().items())
-    for ours, theirs in zip(optimizer.state.values(), parts[2].state.values(), strict=True):
-        assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    restore(state, PATH, ours)
+    weights, loss = (x.state_dict() for x in (step.task.encoder, step.task.loss))
+    restored = {k: v for k, v in ours.task.encoder.state_dict().items() if k not in step.task.locked}
+    assert step.task.locked and all(torch.equal(v, weights[k]) for k, v in restored.items())
+    assert all(torch.equal(v, loss[k]) or v.isnan().all() for k, v in ours.task.loss.state_dict().items())
+    for mine, theirs in zip(ours.optimizer.state.values(), step.optimizer.state.values(), strict=True):
+        assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+    assert [g["peak_lr"] for g in ours.optimizer.param_groups] == rates
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(TrainConfig)])
@@ -93,10 +100,7 @@ def test_what_may_change_on_purpose_is_named(state: State) -> None:
         check_settings(state, PATH, TrainConfig(norm="dot"), 1)
     names = {f.name for config in (TrainConfig, TextTrainConfig) for f in dataclasses.fields(config)}
     assert names >= FREE_TO_CHANGE | set(CHANGEABLE)
-
-
-def test_a_flag_newer_than_the_checkpoint_is_at_its_default_or_named(state: State) -> None:
-    del state["settings"]["keep_last"]
+    del state["settings"]["keep_last"]  # a flag that is newer than the checkpoint
     check_settings(state, PATH, TrainConfig(), 1)
     with pytest.raises(UserError, match="keep_last was missing, is True"):
         check_settings(state, PATH, TrainConfig(keep_last=True), 1)
@@ -109,17 +113,22 @@ def test_missing_and_odd_content_is_named(key: str, state: State) -> None:
             check_settings(broken, PATH, TrainConfig(), 1)
 
 
-def test_other_processes_data_trunks_and_steps_are_refused(state: State) -> None:
-    with pytest.raises(UserError, match="the run had 1 processes, now there are 2"):
-        check_settings(state, PATH, TrainConfig(), 2)
-    for fingerprints, total, text in (
+@pytest.mark.parametrize(
+    ("fingerprints", "total", "text"),
+    [
         (FINGERPRINTS | {"data": "x"}, 10, "training data are not the run's"),
         (FINGERPRINTS | {"image trunk": "x"}, 10, "weights of the locked image trunk are not"),
         (FINGERPRINTS | {"text trunk": "x"}, 10, "weights of the locked text trunk are not"),
         (FINGERPRINTS, 2, "step 3 of a run of 2"),
-    ):
-        with pytest.raises(UserError, match=text):
-            check_run(state, PATH, fingerprints, total)
+    ],
+)
+def test_other_processes_data_trunks_and_steps_are_refused(
+    state: State, fingerprints: dict[str, str], total: int, text: str
+) -> None:
+    with pytest.raises(UserError, match="the run had 1 processes, now there are 2"):
+        check_settings(state, PATH, TrainConfig(), 2)
+    with pytest.raises(UserError, match=text):
+        check_run(state, PATH, fingerprints, total)
 
 
 def spoil(path: str, value: Any) -> Callable[[State], None]:
@@ -155,27 +164,18 @@ def spoil(path: str, value: Any) -> Callable[[State], None]:
     ],
 )
 def test_tensors_that_are_not_this_runs_are_refused_and_nothing_is_loaded(
-    change: Callable[[State], None], parts: Parts, state: State
+    change: Callable[[State], None], step: Any, state: State
 ) -> None:
-    towers = parts[0]
-    before = {k: v.clone() for k, v in towers.state_dict().items()}
+    before = {k: v.clone() for k, v in step.task.encoder.state_dict().items()}
     state["encoder"]["clip.token_embedding.weight"].zero_()
     change(state)
     with pytest.raises(UserError, match=r"--resume step_00000003.pt: (not a checkpoint of this model|a damaged)"):
-        restore(state, PATH, *parts, towers.locked_names())
-    assert all(torch.equal(v, before[k]) for k, v in towers.state_dict().items())
+        restore(state, PATH, step)
+    assert all(torch.equal(v, before[k]) for k, v in step.task.encoder.state_dict().items())
 
 
 def test_moments_may_be_missing_where_steps_leave_parameters_without_gradient(state: State, tiny_model: Path) -> None:
     del state["optimizer"]["state"][0]
-    towers, loss, optimizer = build(tiny_model, 1)
-    restore(state, PATH, towers, loss, optimizer, towers.locked_names(), partial_gradients=True)
-    assert len(optimizer.state) == len(state["optimizer"]["state"])
-
-
-def test_a_file_does_not_choose_learning_rates(parts: Parts, state: State) -> None:
-    before = [g["peak_lr"] for g in parts[2].param_groups]
-    for group in state["optimizer"]["param_groups"]:
-        group["peak_lr"] = 1e9
-    restore(state, PATH, *parts, parts[0].locked_names())
-    assert [g["peak_lr"] for g in parts[2].param_groups] == before
+    step = build(tiny_model, 1, partial=True)
+    restore(state, PATH, step)
+    assert len(step.optimizer.state) == len(state["optimizer"]["state"])

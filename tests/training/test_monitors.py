@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mmclip.data.image_text import BadSample
 from mmclip.errors import UserError
-from mmclip.training.monitors import TEXT_ADVICE, BadSamples, Monitors
+from mmclip.roles import Direction
+from mmclip.training.monitors import CLIP_ADVICE, TEXT_ADVICE, Advice, BadSamples, Monitors
 
 HEALTHY = {"gamma_q": 0.4, "gamma_d": 0.7, "effective_scale_i2t": 30.0, "effective_scale_t2i": 30.0, "data_wait": 0.1}
 STILL = {"gamma_q": 0.499, "gamma_d": 0.502}  # the paper's, at the encoders' learning rate
 Numbers = Callable[[int], dict[str, float]]
 
 
-def monitors(**changed: Any) -> Monitors:
-    known: dict[str, Any] = {
-        "candidates": 128, "trained": ["i2t"], "gamma_init": (0.5, 0.5), "scale_max": 100.0, "warmup": 20,
-        "total_steps": 400, "queries": {"i2t": 1000, "t2i": 5000},
-    }  # fmt: skip
-    return Monitors(**known | changed)
+def monitors(metric: str = "success@1", advice: Advice = CLIP_ADVICE, **changed: Any) -> Monitors:
+    """The rules of a task of these numbers."""
+    known = {
+        "candidates": 128, "trained": ["i2t"], "gamma_init": (0.5, 0.5), "queries": {"i2t": 1000, "t2i": 5000},
+    } | changed  # fmt: skip
+    config = SimpleNamespace(norm="learned" if known["gamma_init"] else "qnorm", gamma_lr=1.0, logit_scale_max=100.0)
+    similarity = SimpleNamespace(exponents=known["gamma_init"] or (1.0, 0.0))
+    loss = SimpleNamespace(trained=[Direction(d) for d in known["trained"]], similarity=similarity)
+    task: Any = SimpleNamespace(
+        config=config, loss=loss, candidates=known["candidates"], warmup=20, total_steps=400, metric=metric,
+        validation_queries=known["queries"], advice=advice,
+    )  # fmt: skip
+    return Monitors(task)
 
 
 def raised(rules: Monitors, numbers: Numbers, seconds: float = 1.0) -> list[tuple[int, str]]:
@@ -30,7 +39,7 @@ def raised(rules: Monitors, numbers: Numbers, seconds: float = 1.0) -> list[tupl
     alarms = []
     for step in range(10, 401, 10):
         line = HEALTHY | {"loss": 4.6 * 0.98 ** (step / 5)} | numbers(step)
-        alarms += [(step, alarm.name) for alarm in rules.training(step, line, seconds)]
+        alarms += [(step, name) for name, _ in rules.training(step, line, seconds)]
     return alarms
 
 
@@ -75,32 +84,26 @@ def test_the_state_of_the_rules_continues_in_another_run() -> None:
         assert found == expected and len(expected) == 1 and second.raised == whole.raised
 
 
-def success(i2t: float, t2i: float, i2t_cosine: float, t2i_cosine: float) -> dict[str, float]:
-    return {
-        "val_i2t_success@1_native": i2t,
-        "val_t2i_success@1_native": t2i,
-        "val_i2t_success@1_cosine": i2t_cosine,
-        "val_t2i_success@1_cosine": t2i_cosine,
-    }
-
-
 @pytest.mark.parametrize(
-    ("numbers", "queries", "names"),
+    ("rates", "queries", "names"),
     [
-        (success(0.321, 0.003, 0.305, 0.003), (1000, 5000), ["direction_dead"]),  # the paper's ImgNorm-I2T
-        (success(0.94, 0.30, 0.23, 0.28), (1000, 5000), ["magnitude_collapse"]),  # the paper's E5
-        (success(0.760, 0.363, 0.480, 0.360), (1000, 5000), []),  # qnorm on the scenes: by cosine lower, not collapsed
-        (success(0.171, 0.083, 0.165, 0.090), (1000, 5000), []),  # heads on Flickr8k: half of it, alive
-        (success(0.004, 0.000, 0.001, 0.000), (1000, 5000), []),  # nothing learned yet: all of it is noise
-        (success(0.30, 0.29, 0.28, 0.05), (1000, 5000), []),  # the untrained direction's cosine is not watched
-        (success(0.3, 0.02, 0.3, 0.02), (100, 4), []),  # few queries prove no death
+        ((0.321, 0.003, 0.305, 0.003), (1000, 5000), ["direction_dead"]),  # the paper's ImgNorm-I2T
+        ((0.94, 0.30, 0.23, 0.28), (1000, 5000), ["magnitude_collapse"]),  # the paper's E5
+        ((0.760, 0.363, 0.480, 0.360), (1000, 5000), []),  # qnorm on the scenes: by cosine lower, not collapsed
+        ((0.171, 0.083, 0.165, 0.090), (1000, 5000), []),  # heads on Flickr8k: half of it, alive
+        ((0.004, 0.000, 0.001, 0.000), (1000, 5000), []),  # nothing learned yet: all of it is noise
+        ((0.30, 0.29, 0.28, 0.05), (1000, 5000), []),  # the untrained direction's cosine is not watched
+        ((0.3, 0.02, 0.3, 0.02), (100, 4), []),  # few queries prove no death
     ],
 )
 def test_validation_alarms_know_a_price_from_a_collapse(
-    numbers: dict[str, float], queries: tuple[int, int], names: list[str]
+    rates: tuple[float, ...], queries: tuple[int, int], names: list[str]
 ) -> None:
+    """Rates of i2t and t2i natively, then by cosine."""
+    keys = [f"val_{d}_success@1_{scoring}" for scoring in ("native", "cosine") for d in ("i2t", "t2i")]
+    numbers = dict(zip(keys, rates, strict=True))
     rules, again = (monitors(queries=dict(zip(("i2t", "t2i"), queries, strict=True))) for _ in range(2))
-    assert [alarm.name for alarm in rules.validation(numbers)] == names
+    assert [name for name, _ in rules.validation(numbers)] == names
     assert rules.validation(numbers) == [], "raised once"
     again.load_state_dict(rules.state_dict())
     assert again.validation(numbers) == [], "nor again after a resumption"
@@ -123,10 +126,10 @@ def test_the_collapse_of_text_has_its_own_metric_and_flags(
 ) -> None:
     rules = monitors(trained=[trained], queries={"q2d": queries}, metric="ndcg@10", advice=TEXT_ADVICE)
     alarms = rules.validation({"val_q2d_ndcg@10_native": native, "val_q2d_ndcg@10_cosine": cosine})
-    assert [alarm.name for alarm in alarms] == names
-    for alarm in alarms:
-        assert "94.0% natively and 23.0% by cosine (ndcg@10)" in alarm.text
-        assert "--proj-wd" not in alarm.text and "--pretrained" not in alarm.text, "flags that train-text lacks"
+    assert [name for name, _ in alarms] == names
+    for _, text in alarms:
+        assert "94.0% natively and 23.0% by cosine (ndcg@10)" in text
+        assert "--proj-wd" not in text and "--pretrained" not in text, "flags that train-text lacks"
 
 
 def test_bad_samples_are_named_once_and_limited() -> None:

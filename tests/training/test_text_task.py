@@ -217,7 +217,7 @@ class Encoder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
 
-    def encode(self, texts: list[str], role: str, batch_size: int) -> torch.Tensor:
+    def encode(self, texts: list[str], role: str, batch_size: int, progress: bool = True) -> torch.Tensor:
         self.calls.append((role, texts))
         return torch.tensor([[len(t.split()), float(role == "document")] for t in texts])
 
