@@ -92,9 +92,9 @@ class Normalization(StrEnum):
     def exponents(self) -> Exponents:
         """The fixed exponents. Raises ValueError for ``learned``, whose exponents belong to a trained model."""
         fixed = {"cosine": (1.0, 1.0), "dot": (0.0, 0.0), "qnorm": (1.0, 0.0), "dnorm": (0.0, 1.0)}
-        if self.value not in fixed:
+        if self not in fixed:
             raise ValueError(f"normalization {self.value!r} has no fixed exponents; valid here: {', '.join(fixed)}")
-        return Exponents(*fixed[self.value])
+        return Exponents(*fixed[self])
 
     @property
     def control(self) -> Normalization | None:

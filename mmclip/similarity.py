@@ -48,7 +48,7 @@ def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | 
         scale: alpha.
 
     Returns:
-        Scores [Q, N] in float32 (float64 for float64 features); row i belongs to query i.
+        Scores [Q, N] in float32 (float64 for float64 features).
 
     >>> q, d = torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 0.0], [3.0, 4.0]])
     >>> score(q, d, Normalization.QNORM.exponents)  # the query's norm 2 is divided out, the documents' are kept
@@ -61,9 +61,7 @@ def score(query: Tensor, document: Tensor, exponents: Exponents, scale: float | 
 
 
 def mean_norm_factor(query: Tensor, document: Tensor, exponents: Exponents) -> float:
-    """E[|q|**(1 - gamma_q)] * E[|d|**(1 - gamma_d)] of raw features, query [Q, D] and document [N, D].
-
-    Alpha times this factor is the effective scale: the alpha of the same scores if every kept norm were 1.
+    """E[|q|**(1 - gamma_q)] * E[|d|**(1 - gamma_d)] of raw features [Q, D] and [N, D]: effective scale over alpha.
 
     >>> mean_norm_factor(torch.tensor([[3.0, 4.0]]), torch.eye(2), Normalization.DOT.exponents)
     5.0
@@ -112,8 +110,7 @@ class Similarity(nn.Module):
             start: initial exponents of a schedule, which ``change_exponents`` moves.
             learn_scale: whether alpha gets gradients.
 
-        Raises:
-            ValueError: an unknown normalization, or numbers outside their range.
+        Raises ValueError for an unknown normalization, or numbers outside their range.
         """
         super().__init__()
         if not 0 < scale_init <= scale_max:

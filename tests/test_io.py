@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -9,7 +10,9 @@ import resource
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from mmclip.commands import train
+from mmclip.config import TrainConfig
 from mmclip.config.clip import EMBEDDING_SUFFIXES
 from mmclip.errors import UserError
 from mmclip.io import (
@@ -34,21 +39,9 @@ from mmclip.io import (
     write_text_atomically,
 )
 from mmclip.training.checkpoint import FORMAT, find_checkpoint, load_checkpoint, save_checkpoint
-from tests.helpers.tiny import ROOT, run_script
+from tests.helpers.tiny import ROOT
 
-RUN = "import runpy; sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')"
-LIMITED = (
-    f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, -1)); sys.argv = sys.argv[1:]; {RUN}"
-)
-FULL = f"""import sys, torch
-def full(*a, **k): raise RuntimeError('[enforce fail at inline_container.cc:672]')  # torch's words for a full disk
-torch.save = full; sys.argv = sys.argv[1:]; {RUN}"""
 ARRAYS = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array([1, -2]), "ids": json_array(["a", "\udce9"])}
-
-
-def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
 
 
 def names(folder: Path) -> list[str]:
@@ -92,16 +85,29 @@ def test_space_is_required_before_the_work(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_holds_a_folder_and_another_is_refused_or_waits(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from mmclip.io import lock_folder; p = Path(sys.argv[1])\n"
+    pipes: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with lock_folder(tmp_path):
-        assert "another process is writing this run" in python(code + "lock_folder(p)", tmp_path).stderr
+        refused = subprocess.run([sys.executable, "-c", code + "lock_folder(p)", tmp_path], check=False, **pipes)
+        assert "another process is writing this run" in refused.stderr
         command = [sys.executable, "-c", code + "lock_folder(p, 'waiting'); print((p / 'done').exists())", tmp_path]
-        other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        other = subprocess.Popen(command, **pipes)
         assert other.stderr is not None and other.stderr.readline() == "waiting\n"
         (tmp_path / "done").touch()
     assert other.communicate(timeout=60) == ("True\n", "") and other.returncode == 0
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_a_megabyte() -> Iterator[None]:
+    """At most: what a full disk does to a process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def save(folder: Path, *steps: int, value: float = 1.0) -> None:
@@ -114,13 +120,11 @@ def test_where_a_checkpoint_cannot_be_written_the_one_before_still_loads(tmp_pat
     save(tmp_path, 1)
     with pytest.raises(UserError, match="1 weights are not finite, such as w"):
         save(tmp_path, 2, value=torch.inf)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
-    try:
-        with pytest.raises(UserError, match=r"free some space .*The newest checkpoint is step_00000001.pt"):
-            save(tmp_path, 2, value=2.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with (
+        files_of_a_megabyte(),
+        pytest.raises(UserError, match=r"free some .*The newest checkpoint is step_00000001.pt"),
+    ):
+        save(tmp_path, 2, value=2.0)
     assert names(tmp_path) == ["latest", "step_00000001.pt"]
     assert (tmp_path / "latest").read_text() == "step_00000001.pt\n"
     assert float(load_checkpoint(tmp_path / "step_00000001.pt")["encoder"]["w"][0, 0]) == 1.0
@@ -166,26 +170,29 @@ def test_the_newest_are_kept_and_those_ahead_of_a_run_taken_back(tmp_path: Path)
 
 
 def test_a_disk_that_fills_while_a_run_trains_loses_no_checkpoint(
-    tiny_data: Path, tiny_model: Path, tmp_path: Path
+    tiny_data: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["--train-data", tiny_data, "--model", tiny_model, "--batch-size", 32, "--workers", 0, "--epochs", 2,
-             "--save-steps", 2, "--logs", tmp_path, "--device", "cpu", "--name"]  # fmt: skip
-    script = ROOT / "scripts" / "train_clip.py"
-    refused = python(LIMITED, script, *flags, "early")
-    assert refused.returncode == 2 and "needs a file of" in refused.stderr and "ulimit -f" in refused.stderr
-    assert "Traceback" not in refused.stderr and not list(tmp_path.rglob("*.pt")), "before the first step"
-    done = run_script("train_clip.py", *flags, "late")
-    assert done.returncode == 0, done.stderr[-2000:]
+    def run(name: str, resume: str | None = None) -> None:
+        train.run(TrainConfig(train_data=str(tiny_data), model=str(tiny_model), batch_size=32, workers=0, epochs=2,
+                              save_steps=2, logs=str(tmp_path), device="cpu", report=False, name=name,
+                              resume=resume))  # fmt: skip
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672]")  # torch's words for a full disk
+
+    with files_of_a_megabyte(), pytest.raises(UserError, match=r"needs a file of .*ulimit -f"):
+        run("early")
+    assert not list(tmp_path.rglob("*.pt")), "before the first step"
+    run("late")
     blocked = tmp_path / "late" / "checkpoints"
     for newest in ("step_00000006.pt", "step_00000004.pt"):
         (blocked / newest).unlink()
     (blocked / "latest").write_text("step_00000002.pt\n")
     (blocked / ".step_00000004.pt.1.partial").write_text("of a killed process")
-    failed = python(FULL, script, *flags, "late", "--resume", "latest")
-    last = failed.stderr.strip().splitlines()[-1]
-    assert failed.returncode == 2 and "Traceback" not in failed.stderr
-    assert last.startswith("error: ") and "free some space" in last and "step_00000002.pt" in last
-    assert run_script("train_clip.py", *flags, "late", "--resume", "latest").returncode == 0
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"free some space .*step_00000002\.pt"):
+        patch.setattr(torch, "save", full)
+        run("late", "latest")
+    run("late", "latest")
     steps = [json.loads(x)["step"] for x in (tmp_path / "late" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps)) and steps[-1] == 6
 

@@ -81,6 +81,7 @@ def evaluate(
     Raises:
         UserError: For exponents that are not finite; :class:`EvalSet` has checked the rest.
 
+    >>> import torch
     >>> from mmclip.embeddings.files import Embeddings
     >>> x = torch.eye(3)
     >>> data = Embeddings(x, x, torch.tensor([[0, 0], [1, 1], [2, 2]]), list("abc"))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from mmclip import distributed
 from mmclip.losses.cross_entropy import contrastive_cross_entropy
-from mmclip.losses.positives import Lookup, PositiveMask, oriented
-from mmclip.losses.tiled import Sides, tiled_loss, with_negatives
+from mmclip.losses.positives import Lookup, PositiveMask, Sides, oriented, with_negatives
+from mmclip.losses.tiled import tiled_loss
 from mmclip.roles import CLIP_DIRECTIONS, TEXT_DIRECTIONS, Direction, Normalization, Positives, direction_weights
 from mmclip.similarity import TINY, Similarity, magnitude
 
@@ -89,7 +89,7 @@ class ContrastiveLoss(nn.Module):
         if not self.trained:
             raise ValueError(f"weights {self.weights}: no direction has one above 0")
         self.sides = ("image", "text") if set(self.weights) <= set(CLIP_DIRECTIONS) else ("query", "document")
-        for direction in self.weights:  # an untrained direction's alpha follows the trained one's effective scale
+        for direction in self.weights:
             similarity.logit_scale(direction).requires_grad_(similarity.learn_scale and direction in self.trained)
         for side in self.sides if norm_drift else ():
             self.register_buffer(f"log_length_{side}", torch.tensor(math.nan))  # log l0; checkpoints have this name
@@ -122,8 +122,10 @@ class ContrastiveLoss(nn.Module):
             if self.training or not self.similarity.has_norm_stats(direction):
                 documents = with_negatives(direction.document_side, norms, more)
                 self.similarity.update_norm_stats(direction, norms[direction.query_side], documents)
-            if untrained and direction not in self.trained:
-                self._follow_trained(direction)
+            if untrained and direction not in self.trained:  # its loss is comparable at the trained one's scale
+                trained, of = self.trained[0], self.similarity
+                log_scale = of.logit_scale(trained) + of.log_norm_factor(trained) - of.log_norm_factor(direction)
+                of.logit_scale(direction).data.copy_(log_scale.detach())
         used = directions if untrained else [d for d in directions if d in self.trained]
         weights = {d: self.weights[d] if d in self.trained else None for d in used}
         known = None if self.positives is Positives.NONE else positives
@@ -167,13 +169,6 @@ class ContrastiveLoss(nn.Module):
             start.copy_(log.detach().mean())
         return (log - start).square().mean()
 
-    @torch.no_grad()
-    def _follow_trained(self, direction: Direction) -> None:
-        """Give an untrained direction the trained one's effective scale, so that its logged loss is comparable."""
-        trained, of = self.trained[0], self.similarity
-        log_scale = of.logit_scale(trained) + of.log_norm_factor(trained) - of.log_norm_factor(direction)
-        of.logit_scale(direction).copy_(log_scale)
-
     def _check(self, features: Sides, positives: PositiveMask | None, negatives: Sides) -> None:
         """Refuse shapes that do not fit: tiles would take the first rows of the longer side."""
         shapes = {s: list(features[s].shape) if s in features else "missing" for s in self.sides}
@@ -205,9 +200,8 @@ def clip_loss(
     >>> clip_loss("asym-i2t", "qnorm").weights[Direction.I2T]
     1.0
     """
-    weights = direction_weights(loss, i2t_weight)
+    weights, of = direction_weights(loss, i2t_weight), Similarity(norm, CLIP_DIRECTIONS, **similarity)
     end = None if i2t_weight_end is None else direction_weights(loss, i2t_weight_end)
-    of = Similarity(norm, CLIP_DIRECTIONS, **similarity)
     return ContrastiveLoss(of, weights, positives, focal, norm_drift, end_weights=end, gather=gather, tiled=tiled)
 
 

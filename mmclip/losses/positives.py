@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from mmclip.roles import Direction
 
 ID_BITS = 31
 Lookup = Callable[[Tensor, Tensor], Tensor]  # row numbers [k], column numbers [n] -> bool [k, n]
+Sides = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class PositiveMask:
     lookup: Callable[[bool], Lookup | None]
     pairs: int
     columns: int | None = None
+
+
+def with_negatives(side: str, features: Sides, negatives: Sides) -> Tensor:
+    """A side's features, negatives behind them."""
+    x, more = features[side], negatives.get(side)
+    return x if more is None else torch.cat([x, more.to(x.dtype)])
 
 
 def oriented(lookup: Lookup, direction: Direction) -> Lookup:

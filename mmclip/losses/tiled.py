@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmclip import distributed
 from mmclip.losses.cross_entropy import focal_weights
-from mmclip.losses.positives import Lookup, oriented
+from mmclip.losses.positives import Lookup, Sides, oriented, with_negatives
 from mmclip.roles import Direction, Positives
 from mmclip.similarity import divisor
 
@@ -36,7 +36,6 @@ KEEP = {"cpu": 2**28, "cuda": 2**32}  # bytes of products that are kept for the 
 HALF = ("cuda",)  # devices whose bfloat16 is multiplied into float32; float16 could not hold a batch's gradients
 HIDDEN = -1e22  # score of no candidate: scales from 1e-12 to 1e12 keep it low and finite
 
-Sides = Mapping[str, Tensor]
 Weights = Mapping[Direction, float | None]  # None: a value without gradient
 
 
@@ -69,12 +68,6 @@ def tiled_loss(
         differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         total, values = _Tiled.apply(tiles, differentiated, *tensors)
     return total, dict(zip(weights, values.unbind(), strict=True))
-
-
-def with_negatives(side: str, features: Sides, negatives: Sides) -> Tensor:
-    """A side's features, negatives behind them."""
-    x, more = features[side], negatives.get(side)
-    return x if more is None else torch.cat([x, more.to(x.dtype)])
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -193,17 +186,17 @@ class _Tiles:
 class StreamingSoftmax:
     """Softmax statistics of one retrieval direction, accumulated over score tiles, and then each tile's gradient.
 
-    Queries are the rows of this rank (negatives among them, without weight) or, ``by_column``, the columns of all
-    ranks' pairs. The residual scales are not yet applied to the tiles. Sums are kept under a running maximum: raw
-    scores have no bound.
+    Queries are this rank's rows (negatives without weight) or, ``by_column``, the columns of all pairs. The scales are
+    not yet applied to the tiles. Sums are kept under a running maximum: raw scores have no bound.
     """
 
     def __init__(self, tiles: _Tiles, by_column: bool, row_scale: Tensor | None, column_scale: Tensor | None) -> None:
         self.tiles, self.by_column, self.dim, like = tiles, by_column, 1 - by_column, tiles.like
         self.weight, self.row_scale, self.column_scale = tiles.weights[by_column], row_scale, column_scale
-        self.pairs = tiles.all_pairs if by_column else tiles.pairs
+        self.pairs: int = tiles.all_pairs if by_column else tiles.pairs
+        self.first: int = tiles.first if by_column else 0
         self.width, n = (self.pairs, self.pairs) if by_column else (len(tiles.y), len(tiles.x))
-        self.every, self.first = slice(None) if by_column else None, tiles.first if by_column else 0
+        self.every = slice(None) if by_column else None
         # sum and that of the targets alone; the targets' scores added up, and their number
         self.sum, self.hits, self.target, self.count, self.share = (like.new_zeros(n) for _ in range(5))
         self.top, self.shift = like.new_full((n,), -torch.inf), like.new_full((n,), torch.inf)

@@ -216,10 +216,9 @@ def resolve_model(name: str) -> str:
     Raises UserError where there is neither.
     """
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
-    if not (path / "modules.json").is_file() and (path / "model" / "modules.json").is_file():
-        path = path / "model"
     if path.is_dir():
-        return str(path)
+        inner = not (path / "modules.json").is_file() and (path / "model" / "modules.json").is_file()
+        return str(path / "model" if inner else path)
     if not path.exists() and name.count("/") <= 1 and hub_answers(name):
         return name
     if (folder := None if path.exists() else cached(name)) is None:
@@ -362,8 +361,7 @@ def _trunk_folder(root: Path) -> str:
     """The folder of the first module inside ``root``; "" for the root itself."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         path = json.loads((root / "modules.json").read_text(encoding="utf-8"))[0]["path"]
-        if path in {p.name for p in root.iterdir() if p.is_dir()}:
-            return str(path)
+        return str(path) if path in {p.name for p in root.iterdir() if p.is_dir()} else ""
     return ""
 
 
