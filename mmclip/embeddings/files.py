@@ -43,14 +43,18 @@ from mmclip.config.model_config import check_metadata, shown
 from mmclip.errors import UserError, nearest, printable
 from mmclip.io import json_array, read_arrays, read_json_array, write_arrays
 from mmclip.retrieval import Qrels, norms
-from mmclip.similarity import CLIP_DIRECTIONS
+from mmclip.roles import CLIP_DIRECTIONS
 
 Array = NDArray[Any]
 SIDES = ("image", "text")
+VECTORS = ("image", "text", "distractor_image", "distractor_text")
+STRINGS = dict.fromkeys(("text_ids", "text_image_ids", "captions", "levels"), "text") | {
+    "image_ids": "image",
+    "distractor_captions": "distractor_text",
+}  # array -> the vectors that it describes
+NUMBERS = {"n_objects": ("image", "iu"), "distractor_owner": ("distractor_text", "iu"), "gains": ("pairs", "iuf")}
 NEEDED = ("image", "text", "image_ids", "text_ids")
-OPTIONAL = ("text_image_ids", "pairs", "gains", "captions", "levels", "n_objects", "distractor_image",
-            "distractor_text", "distractor_captions", "distractor_owner", "evidence_i2t", "evidence_t2i",
-            "meta")  # fmt: skip
+VALID = tuple(dict.fromkeys((*NEEDED, *VECTORS, *STRINGS, "pairs", *NUMBERS, "evidence_i2t", "evidence_t2i", "meta")))
 META = {"model": str, "facts": dict, "alpha": dict, "bank": dict, "distractors": str}
 MAX_NORM = 1e18  # the product of two such norms fits in float32, and no encoder comes near
 
@@ -60,16 +64,12 @@ def check_vectors(embeddings: Mapping[str, Tensor]) -> None:
     dim = next(iter(embeddings.values())).shape[-1:]
     for name, x in embeddings.items():
         if x.ndim != 2 or not x.numel() or x.shape[1:] != dim:
-            raise UserError(
-                f"{name} embeddings of shape {list(x.shape)}: at least one row is needed, and one dimension for all "
-                f"(the {next(iter(embeddings))}s' is {[*dim, 0][0]})"
-            )
+            needed = f"one dimension for all (the {next(iter(embeddings))}s' is {[*dim, 0][0]})"
+            raise UserError(f"{name} embeddings of shape {list(x.shape)}: at least one row is needed, and {needed}")
         largest = float(norms(x, name).max())  # also refuses values that are not finite
         if largest > MAX_NORM:
-            raise UserError(
-                f"{name} embeddings: a norm of {largest:.3g}; above {MAX_NORM:.0e} products overflow in float32: "
-                "divide all embeddings by one constant"
-            )
+            overflow = f"above {MAX_NORM:.0e} products overflow in float32: divide all embeddings by one constant"
+            raise UserError(f"{name} embeddings: a norm of {largest:.3g}; {overflow}")
 
 
 @dataclasses.dataclass
@@ -80,9 +80,9 @@ class Distractors:
         name: Of the candidate pool that they make with the main images and texts.
         image, text: Raw [N2, D] and [M2, D], either None.
         captions: M2 strings, None where unknown.
-        mark: What else distinguishes these items from others of the name.
-        owner: side -> image row of every item; a bootstrap draws items of one row together. Rows count the distractor
-            images or, with ``twins``, the main images that they were made of. Without a side: each item by itself.
+        mark: Distinguishes these items from others of the name.
+        owner: Side -> image row of every item; a bootstrap draws items of one row together. Rows count the distractor
+            images or, with ``twins``, the main images that they were made of. A side may be missing: each by itself.
     """
 
     name: str
@@ -109,20 +109,19 @@ class Distractors:
         limit = n_images if self.twins else sizes.get("image", n_images)
         for side, rows in self.owner.items():
             if len(rows) != sizes.get(side) or not all(0 <= r < limit for r in rows):
-                raise UserError(
-                    f"{printable(self.name, 60)} {side}: owner has {len(rows)} rows, from {min(rows, default=0)} to "
-                    f"{max(rows, default=0)}; one from 0 to {limit - 1} for each item is needed"
-                )
+                span = f"{len(rows)} rows, from {min(rows, default=0)} to {max(rows, default=0)}"
+                needed = f"one from 0 to {limit - 1} for each item is needed"
+                raise UserError(f"{printable(self.name, 60)} {side}: owner has {span}; {needed}")
 
 
 @dataclasses.dataclass
 class Embeddings:
     """Raw embeddings of N images and M texts with P relevant pairs; checked on construction (UserError, one line).
 
-    Attributes named as a file's arrays are these, and
+    Attributes named as a file's arrays hold these. The others:
         pairs: [P, 2] int64 (image row, text row).
         captions: None: texts are called by their ids.
-        text_ids: None: after their image, KEY#0, KEY#1...
+        text_ids: None: KEY#0, KEY#1... of their image.
         owner: Image row that each caption belongs to, -1 for none; None: that of the text's first pair.
         distractors: A file holds at most one set.
         skipped: id -> reason, of images that could not be read.
@@ -175,12 +174,10 @@ class Embeddings:
         for direction in [d for d in CLIP_DIRECTIONS if d.value in self.evidence]:
             evidence, size = self.evidence[direction.value], len(vectors[direction.document_side])
             if evidence.shape != (size,) or not bool(evidence.isfinite().all()):
-                raise UserError(
-                    f"evidence_{direction.value} of shape {list(evidence.shape)}: a finite number for each of the "
-                    f"{size} {direction.document_side}s is needed"
-                )
-            if self.alpha[direction.opposite.value] is None:
-                opposite = direction.opposite.value
+                needed = f"a finite number for each of the {size} {direction.document_side}s is needed"
+                raise UserError(f"evidence_{direction.value} of shape {list(evidence.shape)}: {needed}")
+            opposite = direction.opposite.value
+            if self.alpha[opposite] is None:
                 raise UserError(f"evidence_{direction.value} without alpha of {opposite}: it was computed with that")
 
     @property
@@ -253,53 +250,55 @@ def save_embeddings(path: str | Path, data: Embeddings) -> None:
     write_arrays(path, arrays | {"meta": json_array(meta)})
 
 
-# --- arrays as a script wrote them -> checked values; every error names its array ------------------------------------
+# --- arrays of a user's script -> checked values; every error names its array -----------------------------------------
 
 
 def _from_arrays(arrays: dict[str, Array]) -> Embeddings:
-    valid, names = (*NEEDED, *OPTIONAL), ", ".join(arrays) or "none"
-    if unknown := [name for name in arrays if name not in valid]:
-        close = nearest(unknown[0][:60], valid)
-        raise UserError(f"unknown array {printable(unknown[0], 60)!r}{close} (valid: {', '.join(valid)})")
+    names = ", ".join(arrays) or "none"
+    if unknown := [name for name in arrays if name not in VALID]:
+        close = nearest(unknown[0][:60], VALID)
+        raise UserError(f"unknown array {printable(unknown[0], 60)!r}{close} (valid: {', '.join(VALID)})")
     if missing := [name for name in NEEDED if name not in arrays]:
         raise UserError(f"no array {missing[0]!r}; there: {names}; needed: {', '.join(NEEDED)}")
     if "text_image_ids" not in arrays and "pairs" not in arrays:
         raise UserError(f"nothing says what is relevant: text_image_ids or pairs is needed; there: {names}")
     if "gains" in arrays and "pairs" not in arrays:
         raise UserError("gains without pairs: they say how relevant each pair is")
-    vectors = {side: _vectors(arrays, side) for side in SIDES}
-    extra = {side: _vectors(arrays, f"distractor_{side}") for side in SIDES if f"distractor_{side}" in arrays}
-    n, m, m2 = len(vectors["image"]), len(vectors["text"]), len(extra.get("text", ()))
-    ids = {"image": _strings(arrays, "image_ids", n) or [], "text": _strings(arrays, "text_ids", m) or []}
-    images = _strings(arrays, "text_image_ids", m)
-    owner = None if images is None else _rows(images, ids["image"], "text_image_ids", "image", {"": -1})
+    vectors = {name: _vectors(arrays[name], name) for name in VECTORS if name in arrays}
+    sizes = {name: len(x) for name, x in vectors.items()}
+    strings = {name: _strings(arrays[name], name, sizes.get(of, 0)) for name, of in STRINGS.items() if name in arrays}
+    ids, owner = {side: strings[f"{side}_ids"] for side in SIDES}, None
+    if "text_image_ids" in strings:
+        owner = _rows(strings["text_image_ids"], {"": -1} | _row_of(ids["image"]), "text_image_ids", "image")
     pairs = _pairs(arrays["pairs"], ids) if "pairs" in arrays else [(i, t) for t, i in enumerate(owner or []) if i >= 0]
     rows = torch.as_tensor(np.array(pairs, dtype=np.int64).reshape(-1, 2))
     Qrels(rows)  # a file without a relevant pair cannot be evaluated
-    meta = _meta(arrays)
+    sizes["pairs"] = len(rows)
+    numbers = {n: _numbers(arrays[n], n, kinds, sizes.get(of, 0)) for n, (of, kinds) in NUMBERS.items() if n in arrays}
+    meta = _meta(arrays.get("meta", json_array({})))
     facts = meta.get("facts", {})
-    distractors = Distractors("distractors", extra.get("image"), extra.get("text"), mark=meta.get("distractors", ""))
-    distractors.captions = _strings(arrays, "distractor_captions", m2)
-    if (of_texts := _numbers(arrays, "distractor_owner", "iu", m2)) is not None:
-        distractors.owner = {side: list(range(len(x))) for side, x in extra.items()} | {"text": of_texts.tolist()}
-    n_objects, gains = _numbers(arrays, "n_objects", "iu", n), _numbers(arrays, "gains", "iuf", len(rows))
+    extra = Distractors("distractors", vectors.get("distractor_image"), vectors.get("distractor_text"))
+    extra.mark, extra.captions = meta.get("distractors", ""), strings.get("distractor_captions")
+    if "distractor_owner" in numbers:
+        images = {side: list(range(len(x))) for side, x in extra.sides().items() if side == "image"}
+        extra.owner = images | {"text": numbers["distractor_owner"].tolist()}
     evidence = {d.value: f"evidence_{d.value}" for d in CLIP_DIRECTIONS if f"evidence_{d.value}" in arrays}
     return Embeddings(
         vectors["image"],
         vectors["text"],
         rows,
         ids["image"],
-        captions=_strings(arrays, "captions", m),
+        captions=strings.get("captions"),
         text_ids=ids["text"],
-        levels=_strings(arrays, "levels", m),
-        n_objects=None if n_objects is None else n_objects.tolist(),
+        levels=strings.get("levels"),
+        n_objects=numbers["n_objects"].tolist() if "n_objects" in numbers else None,
         owner=owner,
-        distractors=[distractors],
-        gains=None if gains is None else gains.astype(np.float64),
+        distractors=[extra],
+        gains=numbers["gains"].astype(np.float64) if "gains" in numbers else None,
         model=meta.get("model", ""),
         metadata=facts,
         alpha={d.value: facts.get(f"logit_scale_{d.value}") for d in CLIP_DIRECTIONS} | meta.get("alpha", {}),
-        evidence={d: torch.from_numpy(_floats(arrays, name).astype(np.float64)) for d, name in evidence.items()},
+        evidence={d: torch.from_numpy(_floats(arrays[name], name).astype(float)) for d, name in evidence.items()},
         bank=meta.get("bank", {}),
     )
 
@@ -308,34 +307,28 @@ def _shape(array: Array, name: str) -> str:
     return f"{name} of shape {list(array.shape)}, {array.dtype}"
 
 
-def _floats(arrays: dict[str, Array], name: str) -> Array:
-    if arrays[name].dtype.kind != "f":
-        kind = arrays[name].dtype
-        raise UserError(f"{name} holds {kind}: floats are expected (cast them, {name}.astype('float32'))")
-    return arrays[name]
+def _floats(array: Array, name: str) -> Array:
+    if array.dtype.kind != "f":
+        raise UserError(f"{name} holds {array.dtype}: floats are expected (cast them, {name}.astype('float32'))")
+    return array
 
 
-def _vectors(arrays: dict[str, Array], name: str) -> Tensor:
+def _vectors(array: Array, name: str) -> Tensor:
     """[n, D]; float64 stays, all else becomes float32."""
-    array = _floats(arrays, name)
-    if array.ndim != 2:
+    if _floats(array, name).ndim != 2:
         raise UserError(f"{_shape(array, name)}: a row for each embedding is expected, [n, D]")
     wide = array.dtype.itemsize >= 8
     return torch.from_numpy(array.astype(np.float64 if wide else np.float32, copy=not array.flags.writeable))
 
 
-def _numbers(arrays: dict[str, Array], name: str, kinds: str, n: int) -> Array | None:
-    """[n] numbers, None without the array."""
-    if name in arrays and (arrays[name].dtype.kind not in kinds or arrays[name].shape != (n,)):
-        raise UserError(f"{_shape(arrays[name], name)}: {n} numbers are expected")
-    return arrays.get(name)
+def _numbers(array: Array, name: str, kinds: str, n: int) -> Array:
+    if array.dtype.kind not in kinds or array.shape != (n,):
+        raise UserError(f"{_shape(array, name)}: {n} numbers are expected")
+    return array
 
 
-def _strings(arrays: dict[str, Array], name: str, n: int) -> list[str] | None:
-    """n strings out of numpy strings, whole numbers, or the bytes of a JSON list; None without the array."""
-    if name not in arrays:
-        return None
-    array = arrays[name]
+def _strings(array: Array, name: str, n: int) -> list[str]:
+    """n strings out of numpy strings, whole numbers, or the bytes of a JSON list."""
     if array.dtype == np.uint8:
         values = read_json_array(array, name)
         if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
@@ -363,27 +356,26 @@ def _pairs(array: Array, ids: Mapping[str, list[str]]) -> Array:
     if array.dtype.kind in "iu":
         return array
     columns = zip(SIDES, array.T, strict=True)
-    return np.array([_rows(_decoded(column, "pairs"), ids[side], "pairs", side) for side, column in columns]).T
+    return np.array([_rows(_decoded(column, "pairs"), _row_of(ids[side]), "pairs", side) for side, column in columns]).T
 
 
-def _rows(
-    wanted: Sequence[str], ids: Sequence[str], name: str, side: str, others: Mapping[str, int] | None = None
-) -> list[int]:
-    """The row of each id, or its number in ``others``. Raises UserError naming the first unknown id."""
-    row_of = {**(others or {}), **{key: row for row, key in enumerate(ids)}}
+def _row_of(ids: Sequence[str]) -> dict[str, int]:
+    return {key: row for row, key in enumerate(ids)}
+
+
+def _rows(wanted: Sequence[str], row_of: Mapping[str, int], name: str, side: str) -> list[int]:
+    """The row of each id. Raises UserError naming the first unknown id."""
     if unknown := [key for key in wanted if key not in row_of]:
         first = printable(unknown[0], 80)
         if len(unknown) < len(wanted):
-            count = f"{len(unknown)} of {len(wanted)}"
-            raise UserError(f"{name}: {count} match no {side} id, the first is {first!r}")
-        known = printable(ids[0], 80) if ids else ""
+            raise UserError(f"{name}: {len(unknown)} of {len(wanted)} match no {side} id, the first is {first!r}")
+        known = printable(next((key for key in row_of if key), ""), 80)
         raise UserError(f"{name}: none of {len(wanted)} matches an {side} id: {first!r}, but {side}_ids has {known!r}")
     return [row_of[key] for key in wanted]
 
 
-def _meta(arrays: dict[str, Array]) -> dict[str, Any]:
-    """The meta object, from uint8 or from one numpy string; {} without one."""
-    array = arrays.get("meta", json_array({}))
+def _meta(array: Array) -> dict[str, Any]:
+    """The meta object, from uint8 or from one numpy string."""
     if array.dtype.kind in "US" and array.size == 1:
         (text,) = _decoded(array.reshape(1), "meta")
         array = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
@@ -399,7 +391,7 @@ def _meta(arrays: dict[str, Array]) -> dict[str, Any]:
     if facts and not {"gamma_q", "gamma_d"} <= facts.keys():
         raise UserError("meta: facts without gamma_q and gamma_d: the exponents that the model is native in")
     for direction, value in meta.get("alpha", {}).items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e30
+        number = type(value) in (int, float) and 0 < value <= 1e30
         if direction not in list(CLIP_DIRECTIONS) or (value is not None and not number):
             name = printable(direction, 60)
             raise UserError(f"meta: alpha {name}: {shown(value)}: i2t and t2i are numbers above 0")

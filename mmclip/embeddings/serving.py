@@ -1,16 +1,16 @@
-"""Saved embeddings -> what an index of vectors holds, so that its plain inner product ranks as a scoring of mmclip.
+"""Vectors for an inner-product index that ranks as a scoring of mmclip, from saved embeddings.
 
     scoring      documents                                queries
     native...    d / |d|**gamma_d                         q / |q|**gamma_q
     corrected    [d / |d|**gamma_q ; (z - e) / alpha]     [q / |q|**gamma_d ; 1]     exponents: the trained direction's
 
-e is a document's log-evidence and z, their mean, is a constant that changes no ranking. A graph needs it: HNSW links
-documents by *their* inner products, and a common large number in the last place would link all of them to those that
-no query wants (docs/serving.md has figures).
+e is a document's log-normalizer and z, their mean, is a constant that changes no ranking. A graph needs it: HNSW links
+documents by *their* inner products, and a common large number in the last place would link all of them to the documents
+that no query retrieves (docs/serving.md has figures).
 
-An engine that normalizes vectors ("cosine" in most) throws away what the length says, and normalizes the correction in.
-:func:`norm_augmentation` makes rows of length 1 whose cosines rank as the inner products did; :func:`check_engine` asks
-an engine what it does.
+An engine that normalizes vectors ("cosine" in most) discards the norm, and normalizes the correction in.
+:func:`norm_augmentation` makes unit rows whose cosines rank as the inner products did; :func:`check_engine` tests an
+engine.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ class MagnitudeLost(UserWarning):
 
 
 class EngineCheck(NamedTuple):
-    """Shares of the right best k, over all queries: what an engine found of the inner products' best k and of the
-    cosines'; and how many of the inner products' best k are among the cosines', which says what normalizing costs."""
+    """Recall@k over all queries.
+
+    Attributes:
+        recall: Of the engine, against the inner products' best k.
+        cosine_recall: Of the engine, against the cosines' best k.
+        kept_by_cosine: Of the cosines' best k, against the inner products': what normalizing costs.
+    """
 
     recall: float
     cosine_recall: float
@@ -54,13 +59,21 @@ class EngineCheck(NamedTuple):
 def index_vectors(
     saved: Embeddings, direction: Direction | str, scoring: str = "native", zero_point: float | None = None
 ) -> tuple[Tensor, Prepare]:
-    """(documents [N, D'] float32 for an inner-product index, what makes queries of raw vectors [Q, D]).
+    """Documents of an inner-product index, and the function that prepares its queries; never normalize either again.
 
-    Never normalize either again. Scores are the model's over alpha, up to a constant. scoring: one of SCORINGS;
-    native and the four fixed ones act on the roles of ``direction``; corrected and reversed read the opposite
-    direction's trained scores backwards (mmclip.retrieval.hubness). zero_point: z above, by default the mean of this file's
-    evidence; documents that join an index later need that of the first, ``float(first.evidence["t2i"].mean())``.
-    Errors: UserError for an unknown scoring, and for ``corrected`` without evidence in the file.
+    Args:
+        saved: Raw embeddings.
+        direction: Retrieval direction.
+        scoring: One of SCORINGS. native and the four fixed ones act on the roles of ``direction``; corrected and
+            reversed use the trained scores of the opposite direction (mmclip.retrieval.hubness).
+        zero_point: z above, by default the mean of this file's evidence; documents that join an index later need that
+            of the first, ``float(first.evidence["t2i"].mean())``.
+
+    Returns:
+        [N, D'] float32, and raw queries [Q, D] -> [Q, D']. Scores are the model's over alpha, up to a constant.
+
+    Raises:
+        UserError: An unknown scoring, or ``corrected`` without evidence in the file.
     """
     if direction not in list(CLIP_DIRECTIONS):
         raise UserError(f"direction {printable(direction, 60)!r}: expected i2t or t2i")
@@ -72,9 +85,9 @@ def index_vectors(
     if scoring == "corrected":
         alpha = saved.alpha[direction.opposite.value]
         if direction.value not in saved.evidence or alpha is None:
-            there = ", ".join(f"evidence_{d}" for d in saved.evidence) or "none"
+            available = ", ".join(f"evidence_{d}" for d in saved.evidence) or "none"
             raise UserError(
-                f"scoring corrected of {direction.value} needs evidence_{direction.value}; there: {there}. "
+                f"scoring corrected of {direction.value} needs evidence_{direction.value}; there: {available}. "
                 "scripts/embed.py --bank DATA writes it where the model's loss trained the opposite direction"
             )
         evidence = saved.evidence[direction.value]
@@ -92,21 +105,28 @@ def _scaled(x: Tensor, gamma: float | Tensor) -> Tensor:
 
 
 def norm_augmentation(documents: Tensor, longest: float | None = None) -> tuple[Tensor, Prepare]:
-    """Documents [N, D'] for inner products -> (rows [N, D' + 1] of length 1, queries [Q, D'] -> [Q, D' + 1]).
+    """Unit rows whose cosines rank as the inner products of ``documents``.
 
-        [d / L, sqrt(1 - |d / L|**2)]        [q, 0]        L = ``longest``, or the longest document's length
+        [d / L, sqrt(1 - |d / L|**2)]        [q, 0]        L = ``longest``, or the largest document norm
 
-    Their cosine is q . d / (|q| L): for one query it ranks as q . d does, whether or not the engine normalizes the two.
-    Documents that come later must not be longer than L: leave room by ``longest``.
-    (Bachrach et al. 2014; Neyshabur & Srebro 2015, arXiv:1410.5518.)
-    Errors: UserError for a document above ``longest``, and for documents that are all 0.
+    Their cosine is q . d / (|q| L): for one query it ranks as q . d does, whether or not the engine normalizes the two
+    (Bachrach et al. 2014; Neyshabur & Srebro 2015, arXiv:1410.5518).
+
+    Args:
+        documents: [N, D'].
+        longest: Upper bound of the norms, with room for documents that join later.
+
+    Returns:
+        [N, D' + 1], and queries [Q, D'] -> [Q, D' + 1].
+
+    Raises:
+        UserError: A document's norm is above ``longest``, or all documents are 0.
     """
-    length = magnitude(documents.double())
-    top = float(length.max())
+    top = float(magnitude(documents.double()).max())
     scale = top if longest is None else float(longest)
     if not 0 < scale < float("inf") or top > scale:
         raise UserError(
-            f"longest {longest}: documents are up to {top:g} long; a finite bound at or above that, and above 0"
+            f"longest {longest}: document norms are up to {top:g}; a finite bound at or above that is needed"
         )
     unit = documents.double() / scale
     rest = (1 - unit.square().sum(dim=1)).clamp_min(0).sqrt().unsqueeze(1)
@@ -125,8 +145,10 @@ def best_scores(documents: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Ten
 
 
 def recall_at_k(documents: Tensor, queries: Tensor, ids: Tensor | Array, k: int = 10) -> float:
-    """How many of ids [Q, k] are among the best k by inner product: a share. Equal scores, up to float32 rounding, are
-    equally good; an id of -1 (an approximate index found fewer), or a repeated one, is a miss.
+    """Share of ids [Q, k] among the best k by inner product.
+
+    Scores that are equal up to float32 rounding are equally good; an id of -1 (an approximate index returned fewer), or
+    a repeated one, is a miss.
 
     >>> recall_at_k(torch.tensor([[1.0], [3.0], [2.0]]), torch.tensor([[1.0]]), np.array([[1, 0]]), k=2)
     0.5
@@ -154,25 +176,26 @@ def recall_at_k(documents: Tensor, queries: Tensor, ids: Tensor | Array, k: int 
 
 
 def check_engine(search: Callable[[Array, int], Any], documents: Tensor, queries: Tensor, k: int = 10) -> EngineCheck:
-    """Ask an engine that holds ``documents`` for the best k of ``queries``, and warn where it normalized them.
+    """Query an engine that holds ``documents``; warn (MagnitudeLost) where it ranks by cosine.
 
-    search: (float32 queries [Q, D'], k) -> ids [Q, k], row numbers of the documents.
-    Warns: MagnitudeLost, where the answers are the cosines' rather than the inner products'.
+    Args:
+        search: (float32 queries [Q, D'], k) -> ids [Q, k], row numbers of the documents.
+        documents: [N, D'] as they were indexed.
+        queries: [Q, D'].
+        k: Results of a query.
     """
     ids = np.asarray(search(queries.numpy(), min(k, len(documents))))
     unit = normalize(documents, 1.0)
-    _, by_cosine = best_scores(unit, queries, k)
-    found = EngineCheck(
-        recall_at_k(documents, queries, ids, k),
-        recall_at_k(unit, queries, ids, k),
-        recall_at_k(documents, queries, by_cosine, k),
+    by_cosine = best_scores(unit, queries, k)[1]
+    check = EngineCheck(
+        *(recall_at_k(x, queries, i, k) for x, i in ((documents, ids), (unit, ids), (documents, by_cosine)))
     )
-    if found.cosine_recall > found.recall:
+    if check.cosine_recall > check.recall:
         warnings.warn(
-            f"the engine answers as a cosine does: {found.recall:.1%} of its best {k} are the inner products' best, "
-            f"{found.cosine_recall:.1%} the cosines'. If it normalizes lengths away, choose inner product (dot) as its "
+            f"the engine ranks by cosine: {check.recall:.1%} of its best {k} are the inner products' best, "
+            f"{check.cosine_recall:.1%} the cosines'. If it normalizes vectors, choose inner product (dot) as its "
             "metric, or give it mmclip.embeddings.serving.norm_augmentation's vectors",
             MagnitudeLost,
             stacklevel=2,
         )
-    return found
+    return check

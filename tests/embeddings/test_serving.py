@@ -118,9 +118,9 @@ def test_later_documents_need_room() -> None:
     rows, _ = norm_augmentation(documents, longest=10.0)
     assert torch.allclose(rows[0], torch.tensor([0.3, 0.4, 0.75**0.5]))
     for longest in (4.9, float("nan"), float("inf"), 0.0):
-        with pytest.raises(UserError, match="documents are up to 5 long"):
+        with pytest.raises(UserError, match="document norms are up to 5"):
             norm_augmentation(documents, longest)
-    with pytest.raises(UserError, match="up to 0 long"):
+    with pytest.raises(UserError, match="norms are up to 0"):
         norm_augmentation(documents * 0)
 
 
@@ -142,7 +142,7 @@ def test_a_normalizing_engine_is_warned_of_and_an_honest_one_is_not() -> None:
     def engine(rows: torch.Tensor) -> Any:
         return lambda q, k: (torch.from_numpy(q) @ rows.T).topk(k).indices.numpy()
 
-    with pytest.warns(MagnitudeLost, match="answers as a cosine does: .* choose inner product"):
+    with pytest.warns(MagnitudeLost, match="ranks by cosine: .* choose inner product"):
         lost = check_engine(engine(normalize(documents, 1.0)), documents, queries)
     assert lost.cosine_recall == 1.0 and lost.recall == lost.kept_by_cosine < 0.8
     with warnings.catch_warnings():
