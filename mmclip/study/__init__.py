@@ -1,7 +1,7 @@
 """Grids of trainings: planned from one file, run once each, and judged with intervals over queries and seeds.
 
-A StudyPlan has StudyRuns; finished runs of one setting are an Arm; a Study computes Estimates over arms, paired by query
-and seed; its StudyTables and claims become files and a page. One engine for CLIP and for text (plan.Kind).
+A StudyPlan has StudyRuns; finished runs of one setting are an Arm; a Study computes Estimates over arms, paired by
+query and seed; its StudyTables and claims become files and a page. One engine for CLIP and for text (plan.Kind).
 May import reporting, evaluation, metrics, config, and of training the signals and the log.
 """
 

@@ -156,8 +156,8 @@ def gather(runs: Sequence[StudyRun]) -> tuple[list[Arm], dict[StudyRun, str]]:
             print(f"{printable(run.name, 80)}: no {METRICS}, so no curves", file=sys.stderr)
         new = Arm(run.arm, run.config.to_dict(), {}, {}, {}, run.initial.arm if run.initial else None, {})
         arm = arms.setdefault(run.arm, new)
-        for data, found in results.items():
-            arm.runs.setdefault(data, {})[run.seed] = found
+        for data, result in results.items():
+            arm.runs.setdefault(data, {})[run.seed] = result
         arm.logs[run.seed], arm.starts[run.seed] = lines, start
         if (seconds := seconds_of(run)) is not None:
             arm.seconds[run.seed] = seconds

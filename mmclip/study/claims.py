@@ -1,6 +1,6 @@
 """The paper's claims, judged by rule from a study's arms. The claims are data: configs/claims/*.yaml.
 
-Entries with a ``statistic`` (ratio or difference) are evaluated by ``compared``; the others name another function below.
+Entries with a ``statistic`` (ratio or difference) are evaluated by ``compared``; the others name a function below.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Case(NamedTuple):
         return self.study.difference(after, before)
 
 
-def judged(found: Estimate, entry: Json, paper: float | None = None) -> int:
+def judged(result: Estimate, entry: Json, paper: float | None = None) -> int:
     """Place of the verdict on an estimate, by an entry's "expected", "effect" and "refuted".
 
     >>> [judged(Estimate(x, x - 0.1, x + 0.1, 3), {"expected": "above 1"}, 1.2) for x in (1.2, 0.8, 1.05, 1.15)]
@@ -75,10 +75,10 @@ def judged(found: Estimate, entry: Json, paper: float | None = None) -> int:
 
     def lies(where: str) -> bool:
         side, bound = where.split()
-        return found.above(float(bound)) if side == "above" else found.below(float(bound))
+        return result.above(float(bound)) if side == "above" else result.below(float(bound))
 
-    if found.lo is None or found.hi is None:
-        return MISSING if found.value is None else UNDERPOWERED
+    if result.lo is None or result.hi is None:
+        return MISSING if result.value is None else UNDERPOWERED
     if "refuted" in entry and lies(entry["refuted"]):
         return NOT
     if lies(entry["expected"]):
@@ -93,18 +93,18 @@ def claims(study: Study) -> StudyTable:
     file, clip = load_claims(study.kind), study.kind is CLIP
     records = []
     for case in (case for family in ([{}] if clip else study.families()) for case in _cases(study, family)):
-        for words, verdict, found, more in FUNCTIONS[case.entry.get("function", "compared")](case):
+        for words, verdict, result, more in FUNCTIONS[case.entry.get("function", "compared")](case):
             words = case.words | words
-            smallest = found.smallest
+            smallest = result.smallest
             if "power" in file:
-                smallest = None if found.lo is None else file["power"] * ((found.hi or 0.0) - found.lo) / 2
+                smallest = None if result.lo is None else file["power"] * ((result.hi or 0.0) - result.lo) / 2
             row = {"claim": case.entry["id"], "statement": case.entry["statement"].format_map(words)}
             row |= {k: words.get(k, "") for k in (("direction",) if clip else ("data", "norm"))}
             row |= {"verdict": verdict if isinstance(verdict, str) else case.entry["verdicts"][verdict]}
-            row |= plain_values({"value": found}) | {"n_seeds": found.n_seeds, "smallest_effect": smallest}
-            row |= {"paper": case.paper} | ({} if clip else {"counts": ""}) | more | {"reason": found.reason}
+            row |= plain_values({"value": result}) | {"n_seeds": result.n_seeds, "smallest_effect": smallest}
+            row |= {"paper": case.paper} | ({} if clip else {"counts": ""}) | more | {"reason": result.reason}
             records.append(row if clip else row | {"baseline": case.family["cosine"].name})
-    return StudyTable.of(study.kind, "claims", records)
+    return StudyTable("claims", records, file["tables"]["claims"])
 
 
 def _cases(study: Study, family: dict[str, Arm]) -> Iterator[Case]:
@@ -143,12 +143,12 @@ def _compared(case: Case) -> Iterator[Row]:
         sides += [side | beyond for side in sides]
         words = {"data": f"{case.words['data']} less {case.study.data[0]}"} if "data" in beyond else {}
     scores = [score for side in sides if (score := case.score(side)) is not None]
-    found = NO_SUCH
+    result = NO_SUCH
     if len(scores) == len(sides):
         combine = operator.truediv if entry["statistic"] == "ratio" else operator.sub
         pairs = (lambda x: combine(x[0], x[1])), (lambda x: combine(combine(x[0], x[1]), combine(x[2], x[3])))
-        found = case.study.estimate(scores, pairs[len(sides) == 4])
-    yield words, judged(found, entry, case.paper), found, {}
+        result = case.study.estimate(scores, pairs[len(sides) == 4])
+    yield words, judged(result, entry, case.paper), result, {}
 
 
 # --- learned and useful -----------------------------------------------------------------------------------------------
@@ -165,24 +165,24 @@ def _verdict(case: Case, part: str) -> tuple[Json, Json]:
 def _learned(case: Case) -> Iterator[Row]:
     """d(topk) of the documents' norms less the control's."""
     learned, verdict = _verdict(case, "learned")
-    found = reported(learned, n_seeds=verdict.get("n_of_arm", 0))
+    result = reported(learned, n_seeds=verdict.get("n_of_arm", 0))
     more = {"arm_d": learned.get("d_run"), "control_d": learned.get("d_control")}
-    yield {}, judged(found, case.entry, case.paper), found, more
+    yield {}, judged(result, case.entry, case.paper), result, more
 
 
 def _useful(case: Case) -> Iterator[Row]:
     """Native less cosine's native; beside it the gain over the control's, and native less cosine of the arm itself."""
     useful, verdict = _verdict(case, "useful")
-    found = {
+    result = {
         "over the control's gain": reported(useful.get("gain") or useful),
         "over cosine's": reported(useful.get("native_minus_baseline_cosine") or useful),
         "over its cosine": reported(useful, "native_minus_cosine_run"),
     }
-    shown = found["over cosine's"]._replace(n_seeds=verdict.get("n_seeds", 0))
-    place = NOT if any(e.below(0) for e in found.values()) else REPRODUCED if useful.get("verdict") else UNDERPOWERED
+    shown = result["over cosine's"]._replace(n_seeds=verdict.get("n_seeds", 0))
+    place = NOT if any(e.below(0) for e in result.values()) else REPRODUCED if useful.get("verdict") else UNDERPOWERED
     if shown.lo is None:
         place = MISSING if shown.value is None else UNDERPOWERED
-    yield {}, place, shown, {"counts": "; ".join(f"{name} {_signed(e)}" for name, e in found.items())}
+    yield {}, place, shown, {"counts": "; ".join(f"{name} {_signed(e)}" for name, e in result.items())}
 
 
 def _not_useful(case: Case) -> Iterator[Row]:
@@ -202,8 +202,8 @@ def _not_useful(case: Case) -> Iterator[Row]:
 
 
 def _both(case: Case) -> Iterator[Row]:
-    """Arms that keep both directions, with length learned and useful in a trained one; those that keep most first."""
-    useful: dict[str, list[str]] = {}  # by arm, of the directions in which length was learned
+    """Arms that keep both directions, with magnitude learned and useful in a trained one; most kept first."""
+    useful: dict[str, list[str]] = {}  # by arm, of the directions in which the norm was learned
     for row in (r for r in records_of(tables.verdicts, case.study) if not r["null"]):
         useful.setdefault(row["arm"], []).extend([row["useful"]] * (row["learned"] == "yes"))
     rows = [
@@ -224,11 +224,11 @@ def _nulls(case: Case) -> Iterator[Row]:
     for arm, d in ((a, d) for a in case.study.arms if a.permuted for d in a.trained):
         data = next(iter(arm.results().values())).json["data"]
         chance = data.get("chance", {}).get(d, 1 / data["n_images"])
-        found = case.study.mean(Score(arm, d))
+        result = case.study.mean(Score(arm, d))
         positive = [k for k in ("learned", "useful") if rows.get((arm.name, d), {}).get(k) == "yes"]
-        positive += ["above chance"] if found.above(chance) else []
+        positive += ["above chance"] if result.above(chance) else []
         more = {"chance": chance, "counts": ", ".join(positive)}
-        yield {"arm": arm.name, "direction": d}, "found" if positive else "clean", found, more
+        yield {"arm": arm.name, "direction": d}, "found" if positive else "clean", result, more
 
 
 # --- γ and κ ----------------------------------------------------------------------------------------------------------
@@ -266,13 +266,13 @@ def _from_half(end: Json) -> float:
 
 def _kappa(case: Case) -> Iterator[Row]:
     """The side of larger (or of smaller) log10 κ against the better of qnorm and dnorm."""
-    for found in kappa_counts(records_of(tables.fisher, case.study)):
-        place = MISSING if not found["n"] + found["noise"] else UNDERPOWERED
-        if found["n"] >= 6:  # 5 agreements of 5 have p = 0.06
-            place = REPRODUCED if found["p"] < 0.05 and not found["constant"] else NOT
-        counts = f"larger {found['larger']}, smaller {found['smaller']}, within noise {found['noise']}"
-        more = {"counts": counts, "p": found["p"], "constant": found["constant"]}
-        yield {"matrices": found["matrices"]}, place, Estimate(None, None, None, 0), more
+    for result in kappa_counts(records_of(tables.fisher, case.study)):
+        place = MISSING if not result["n"] + result["noise"] else UNDERPOWERED
+        if result["n"] >= 6:  # 5 agreements of 5 have p = 0.06
+            place = REPRODUCED if result["p"] < 0.05 and not result["constant"] else NOT
+        counts = f"larger {result['larger']}, smaller {result['smaller']}, within noise {result['noise']}"
+        more = {"counts": counts, "p": result["p"], "constant": result["constant"]}
+        yield {"matrices": result["matrices"]}, place, Estimate(None, None, None, 0), more
 
 
 def kappa_counts(rows: list[Json]) -> list[Json]:
@@ -286,8 +286,8 @@ def kappa_counts(rows: list[Json]) -> list[Json]:
     counts = []
     for kind in ("raw", "normalized"):
         names = (f"log10_kappa_query_{kind}", f"log10_kappa_document_{kind}", "winner")
-        found = ([row.get(name) for name in names] for row in rows)
-        known = [(a, b, winner) for a, b, winner in found if is_number(a) and is_number(b) and a != b]
+        result = ([row.get(name) for name in names] for row in rows)
+        known = [(a, b, winner) for a, b, winner in result if is_number(a) and is_number(b) and a != b]
         decided = [("qnorm" if a > b else "dnorm", winner) for a, b, winner in known if winner in ("qnorm", "dnorm")]
         agree, n = sum(guess == winner for guess, winner in decided), len(decided)
         row = {"matrices": kind, "n": n, "larger": agree, "smaller": n - agree, "noise": len(known) - n}
@@ -300,22 +300,22 @@ def _text_kappa(case: Case) -> Iterator[Row]:
     """One case at most, which decides nothing; its κ and its winner are named."""
     rows = {row["question"]: row for row in records_of(tables.text_fisher, case.study)}
     row, titles = rows.get("q2d", {}), rows.get("titles", {})
-    found = case.over("qnorm", "dnorm") if {"qnorm", "dnorm"} <= case.family.keys() else NO_SUCH
+    result = case.over("qnorm", "dnorm") if {"qnorm", "dnorm"} <= case.family.keys() else NO_SUCH
     if row.get("status") == "determined":
-        place = UNDERPOWERED if found.lo is not None or found.value is not None else MISSING
-        yield {}, place, found, {"counts": f"one case: {_named(row, found)}"}
+        place = UNDERPOWERED if result.lo is not None or result.value is not None else MISSING
+        yield {}, place, result, {"counts": f"one case: {_named(row, result)}"}
     else:
         why = row.get("reason") or "nothing was measured before training"
         if row.get("status") == "undetermined":
             n, needed, dim = (row.get(k) for k in ("n_available", "n_needed", "dim"))
             why = f"cannot be asked with {n} pairs at {dim} dimensions: {needed} are needed ({why})"
-        yield {}, MISSING, found._replace(reason=why), {}
+        yield {}, MISSING, result._replace(reason=why), {}
     if titles.get("status") == "determined":
-        counts = f"κ of titles as queries decides nothing: {_named(titles, found)}"
-        yield {}, UNDERPOWERED, found, {"counts": counts}
+        counts = f"κ of titles as queries decides nothing: {_named(titles, result)}"
+        yield {}, UNDERPOWERED, result, {"counts": counts}
 
 
-def _named(row: Json, found: Estimate) -> str:
+def _named(row: Json, result: Estimate) -> str:
     """Whose κ is larger, and which norm won."""
     words = []
     for kind in ("raw", "normalized"):
@@ -323,7 +323,7 @@ def _named(row: Json, found: Estimate) -> str:
         if is_number(query) and is_number(document):
             side, norm = ("query", "qnorm") if query > document else ("document", "dnorm")
             words.append(f"{kind}: the {side}'s κ is larger ({query:.2f}, {document:.2f}), which would name {norm}")
-    won = "qnorm won" if found.above(0) else "dnorm won" if found.below(0) else "neither won beyond noise"
+    won = "qnorm won" if result.above(0) else "dnorm won" if result.below(0) else "neither won beyond noise"
     return "; ".join([*words, won])
 
 
@@ -333,15 +333,15 @@ def _named(row: Json, found: Estimate) -> str:
 def _best(case: Case) -> Iterator[Row]:
     """qnorm over each other norm; shown is the least difference, over the best other one."""
     norms, family = ("cosine", "dot", "dnorm", "learned"), case.family
-    found = {n: case.over("qnorm", n) if {"qnorm", n} <= family.keys() else NO_SUCH for n in norms}
-    rival = min(found, key=lambda n: (found[n].lo is not None, found[n].value or 0.0))
-    least, words = found[rival], {"norm": f"qnorm over {rival}"}
+    result = {n: case.over("qnorm", n) if {"qnorm", n} <= family.keys() else NO_SUCH for n in norms}
+    rival = min(result, key=lambda n: (result[n].lo is not None, result[n].value or 0.0))
+    least, words = result[rival], {"norm": f"qnorm over {rival}"}
     if least.lo is None:
         place, words = MISSING if least.value is None else UNDERPOWERED, {"norm": "qnorm"}
     else:
-        below, above = any(e.below(0) for e in found.values()), all(e.above(0) for e in found.values())
+        below, above = any(e.below(0) for e in result.values()), all(e.above(0) for e in result.values())
         place = NOT if below else REPRODUCED if above else UNDERPOWERED
-    yield words, place, least, {"counts": "; ".join(f"over {n} {_signed(e)}" for n, e in found.items())}
+    yield words, place, least, {"counts": "; ".join(f"over {n} {_signed(e)}" for n, e in result.items())}
 
 
 def _documents(case: Case) -> Iterator[Row]:
@@ -357,14 +357,14 @@ def _documents(case: Case) -> Iterator[Row]:
 
 
 def _delta_cv(case: Case) -> Iterator[Row]:
-    found = case.study.delta_cv(case.words["data"], case.family)
-    yield {}, judged(found, case.entry, case.paper), found, {}
+    result = case.study.delta_cv(case.words["data"], case.family)
+    yield {}, judged(result, case.entry, case.paper), result, {}
 
 
-def _signed(found: Estimate) -> str:
-    if found.value is None:
+def _signed(result: Estimate) -> str:
+    if result.value is None:
         return "–"
-    return f"{found.value:+.3f}" + ("" if found.lo is None else f" [{found.lo:+.3f}, {found.hi:+.3f}]")
+    return f"{result.value:+.3f}" + ("" if result.lo is None else f" [{result.lo:+.3f}, {result.hi:+.3f}]")
 
 
 FUNCTIONS: dict[str, Callable[[Case], Iterator[Row]]] = {

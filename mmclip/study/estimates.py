@@ -59,14 +59,14 @@ def spread(values: Iterable[float | None]) -> Spread:
     return Spread(float(x.mean()) if len(x) else None, float(x.std(ddof=1)) if len(x) > 1 else None, len(x))
 
 
-def reported(found: Json | None, name: str = "delta", n_seeds: int = 0) -> Estimate:
+def reported(result: Json | None, name: str = "delta", n_seeds: int = 0) -> Estimate:
     """A number of a verdict with its interval, as evaluation.comparison names them."""
-    found = found or {}
-    lo, hi = found.get("ci" if name == "delta" else f"{name}_ci") or (None, None)
-    if found.get(name) is None:
-        return Estimate(None, None, None, n_seeds, found.get("reason") or "no verdict")
+    result = result or {}
+    lo, hi = result.get("ci" if name == "delta" else f"{name}_ci") or (None, None)
+    if result.get(name) is None:
+        return Estimate(None, None, None, n_seeds, result.get("reason") or "no verdict")
     smallest = None if lo is None or hi is None else DETECTABLE * (hi - lo) / 2 / NORMAL_95
-    return Estimate(found[name], lo, hi, n_seeds, smallest=smallest)
+    return Estimate(result[name], lo, hi, n_seeds, smallest=smallest)
 
 
 class Study:
@@ -110,11 +110,11 @@ class Study:
 
     def families(self) -> list[dict[str, Arm]]:
         """Norm -> arm, of arms that differ in their norm alone; without families that have no cosine arm."""
-        found: dict[str, dict[str, Arm]] = {}
+        result: dict[str, dict[str, Arm]] = {}
         for arm in self.arms:
             same = {k: v for k, v in arm.settings.items() if k not in OF_A_NORM}
-            found.setdefault(json.dumps(same, sort_keys=True), {}).setdefault(arm.settings["norm"], arm)
-        return [{n: family[n] for n in NORMS if n in family} for family in found.values() if "cosine" in family]
+            result.setdefault(json.dumps(same, sort_keys=True), {}).setdefault(arm.settings["norm"], arm)
+        return [{n: family[n] for n in NORMS if n in family} for family in result.values() if "cosine" in family]
 
     # --- numbers of results.json
 
@@ -172,10 +172,10 @@ class Study:
             sides = [[draw(run, score) for run in group] for group, score in zip(groups, scores, strict=True)]
         except UserError as error:
             return Estimate.missing(str(error))
-        found = estimate(sides, combine, seed=self.seed)
-        if found.value is not None and not all(several(clusters) for _, clusters in firsts.values()):
-            return Estimate(found.value, None, None, found.n_seeds, ONE_CLUSTER)
-        return found
+        result = estimate(sides, combine, seed=self.seed)
+        if result.value is not None and not all(several(clusters) for _, clusters in firsts.values()):
+            return Estimate(result.value, None, None, result.n_seeds, ONE_CLUSTER)
+        return result
 
     def delta_cv(self, data: str, family: Mapping[str, Arm]) -> Estimate:
         """CV of query norms trained with dnorm over that with dot, each the mean over seeds."""
@@ -209,7 +209,7 @@ class Study:
         return float(_cv(powers.sum(axis=0))), _cv(sums)
 
     def documents(self, data: str, number: str, arm: Arm, less: Arm | None = None) -> Estimate:
-        """Mean over seeds of d(corpus) ("corpus") or of Spearman with the relevance count ("count"), less another arm's.
+        """Mean over seeds of d(corpus) ("corpus") or Spearman with the relevance count ("count"), less another arm's.
 
         The interval is a normal one: the documents' part as if seeds shared all of it and arms none, the seeds' part
         their variance over their number.
@@ -221,10 +221,10 @@ class Study:
         values, errors = np.empty((2, len(arms), len(common)))
         for i, a in enumerate(arms):
             for j, seed in enumerate(common):
-                found = _of_documents(a.results(data)[seed].json, number)
-                if isinstance(found, str):
-                    return Estimate.missing(f"{a.name}, seed {seed}: {found}")
-                values[i, j], errors[i, j] = found
+                result = _of_documents(a.results(data)[seed].json, number)
+                if isinstance(result, str):
+                    return Estimate.missing(f"{a.name}, seed {seed}: {result}")
+                values[i, j], errors[i, j] = result
         difference = values[0] - values[1] if less is not None else values[0]
         seeds = float(difference.var(ddof=1)) / len(common) if len(common) > 1 else 0.0
         error = math.sqrt(float((errors.mean(axis=1) ** 2).sum()) + seeds)
@@ -253,14 +253,14 @@ class Study:
             return {**report, "reason": f"no seed that all have: {', '.join(a.name for a in arms)}"}
         mine, controls, *baselines = ([a.results(data)[s] for s in seeds] for a in arms)
         try:
-            found = verdict(
+            result = verdict(
                 *(mine, controls, baselines[0] if baselines else None, MAIN_POOL, Direction(direction)),
                 metric=self.kind.metrics[0],
                 **self._options(data),
             )
         except UserError as error:
             return {**report, "reason": str(error)}
-        return {**report, "n_seeds": len(seeds), **found}
+        return {**report, "n_seeds": len(seeds), **result}
 
 
 def _cv(powers: Array) -> Array:
@@ -277,12 +277,12 @@ def _of_documents(results: Json, number: str) -> tuple[float, float] | str:
         section, name = results["magnitude"]["document"].get("cohens_d") or {}, "corpus"
     else:
         section, name = (results.get("diagnostics") or {}).get("q2d") or {}, "relevance_count"
-    found = section.get(name)
-    if not isinstance(found, dict) or not is_number(found.get("value")):
+    result = section.get(name)
+    if not isinstance(result, dict) or not is_number(result.get("value")):
         return str(section.get(f"{name}_reason") or f"no {name} in its results")
-    value, ci = float(found["value"]), found.get("ci")
+    value, ci = float(result["value"]), result.get("ci")
     if number == "corpus":
         return (value, (ci[1] - ci[0]) / (2 * NORMAL_95)) if ci else "d(corpus) has no interval"
-    if found["n"] < 4:
-        return f"{found['n']} documents: a correlation's interval needs 4"
-    return value, (1 - value**2) / math.sqrt(found["n"] - 3)
+    if result["n"] < 4:
+        return f"{result['n']} documents: a correlation's interval needs 4"
+    return value, (1 - value**2) / math.sqrt(result["n"] - 3)

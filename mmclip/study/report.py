@@ -47,21 +47,23 @@ def write_study(study: Study, folder: Path, *, title: str, failed: Sequence[Mapp
     Raises:
         UserError, OSError: something cannot be written.
     """
-    made = {name: StudyTable.of(study.kind, name, records_of(rows, study)) for name, rows in TABLES[study.kind].items()}
-    tables = {"claims": claims(study)} | made
-    columns = ("arm", "seed", "reason")
-    failures = StudyTable("failed", "Failed runs", columns, [*map(dict, failed)], "{arm}", columns[1:])
+    layouts = load_claims(study.kind)["tables"]
+    made = [StudyTable(name, records_of(rows, study), layouts[name]) for name, rows in TABLES[study.kind].items()]
+    tables = {table.name: table for table in (claims(study), *made)}
+    layout = {"title": "Failed runs", "first": "arm seed reason", "shown": "seed reason"}
+    failures = StudyTable("failed", [*map(dict, failed)], layout)
     for part in ("tables", "figures"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for table in (*tables.values(), failures):
         table.file().to_csv(folder / "tables" / f"{table.name}.csv")
     opening, replies = _opening(study), _answers(study, tables["claims"].records)
     views = {name: table.view() for name, table in {**tables, "failed": failures}.items() if table.records}
+    n_runs = sum(len(arm.seeds) for arm in study.arms)
     content = {
         "title": printable(title, 120),
         "text": study.kind is not CLIP,
         "data": _data(study),
-        "counts": f"{len(study.arms)} arms, {sum(len(a.seeds) for a in study.arms)} finished runs, {len(failed)} failed",
+        "counts": f"{len(study.arms)} arms, {n_runs} finished runs, {len(failed)} failed",
         "few_seeds": min((len(arm.seeds) for arm in study.arms), default=0) <= 5,
         "opening": opening,
         "answers": replies,
@@ -160,16 +162,16 @@ def _frontier(study: Study, rows: Sequence[Json], baselines: set[str]) -> Drawn:
     if points:
         alt = f"Frontier of {len(points)} arms: success@1 of text to image across, of image to text up."
         caption = (
-            "Up and to the right is better. Filled: native, with bars of one standard deviation over seeds, of one seed "
-            f"half of the interval over queries; half filled: corrected. Dashed: {KEPT:.0%} of sym/cosine. Arms that "
-            "another one exceeds in both directions are grey."
+            "Up and to the right is better. Filled: native, with bars of one standard deviation over seeds, of one "
+            f"seed half of the interval over queries; half filled: corrected. Dashed: {KEPT:.0%} of sym/cosine. "
+            "Arms that another one exceeds in both directions are grey."
         )
         yield figures.frontier_figure(points, KEPT), "frontier", alt, caption
 
 
 def _heat_maps(rows: Sequence[Json]) -> Drawn:
     mine = {d: [[r[f"{s}_mean"] for s in SCORINGS] for r in rows if r["direction"] == d] for d in DIRECTIONS}
-    values = {d: np.array(found, dtype=float) for d, found in mine.items()}  # None becomes nan
+    values = {d: np.array(result, dtype=float) for d, result in mine.items()}  # None becomes nan
     if not rows or not all(np.isfinite(v).any() for v in values.values()):
         return
     top = max(float(np.nanmax(v)) for v in values.values()) or 1.0

@@ -1,13 +1,13 @@
 """A study's tables: records of plain values, which their CSV files hold, and how a page or a terminal shows them.
 
-Columns follow a convention: NAME_mean and NAME_sd over seeds, NAME with NAME_lo and NAME_hi of an estimate. Titles, heads
-and shown columns are data: ``tables`` of configs/claims/*.yaml.
+Columns follow a convention: NAME_mean and NAME_sd over seeds, NAME with NAME_lo and NAME_hi of an estimate. Titles,
+heads and shown columns are data: ``tables`` of configs/claims/*.yaml.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -43,44 +43,34 @@ UP, DOWN = ("yes", "Yes", "reproduced", "clean"), ("no", "No", "not reproduced",
 
 @dataclass
 class StudyTable:
-    """Records under a name, and their view.
+    """Records under the name of their CSV file, and their view.
 
     Attributes:
-        name: of the CSV file; title: of the view.
-        first: columns that stand first in the file, whether a record has them or not.
         records: plain values by column; "reason" says why values are missing.
-        head: format of a record's row head, its explanation in a second line.
-        shown: names of the view's columns; "NAME/OTHER" has another value beside it.
+        layout: "title", "first" columns of the file, "head" (format of a record's row head, its explanation in a second
+            line) and "shown", the columns of the view; "NAME/OTHER" has another value beside it.
     """
 
     name: str
-    title: str
-    first: Sequence[str]
     records: list[Json]
-    head: str
-    shown: Sequence[str]
-
-    @classmethod
-    def of(cls, kind: Kind, name: str, records: list[Json]) -> StudyTable:
-        """Records with their layout in configs/claims."""
-        layout = load_claims(kind)["tables"][name]
-        shown = [column for part in layout["shown"].split() for column in braceexpand(part)]
-        return cls(name, layout["title"], layout["first"].split(), records, layout.get("head", "{arm}"), shown)
+    layout: Json
 
     def view(self) -> Table:
         """Rounded numbers with their intervals; notes say what is missing and why."""
+        shown = [name for part in self.layout["shown"].split() for name in braceexpand(part)]
         rows, missing = [], dict[str, list[str]]()
         for record in self.records:
-            head = self.head.format_map({k: text_cell(v, 160).text for k, v in record.items()})
-            rows.append((head, [_cell(record, name) for name in self.shown]))
+            words = {k: text_cell(v, 160).text for k, v in record.items()}
+            head = self.layout.get("head", "{arm}").format_map(words)
+            rows.append((head, [_cell(record, name) for name in shown]))
             if record.get("reason"):
                 missing.setdefault(record["reason"], []).append(head.partition("\n")[0])
         notes = [printable(f"{', '.join(dict.fromkeys(names))}: {why}.", 400) for why, names in missing.items()]
-        heads = (name.partition("/")[0].replace("success@1_", "").replace("_minus_", " less ") for name in self.shown)
-        return Table(self.title, ["", *(head.replace("_", " ") for head in heads)], rows, notes)
+        heads = (name.partition("/")[0].replace("success@1_", "").replace("_minus_", " less ") for name in shown)
+        return Table(self.layout["title"], ["", *(head.replace("_", " ") for head in heads)], rows, notes)
 
     def file(self) -> Table:
-        return Table.of_records(self.title, self.records, self.first)
+        return Table.of_records(self.layout["title"], self.records, self.layout["first"].split())
 
 
 def _cell(record: Json, name: str) -> Cell:
@@ -122,10 +112,10 @@ def plain_values(record: Record) -> Json:
     return row
 
 
-def reasons(found: Mapping[str, Estimate]) -> str:
+def reasons(result: Mapping[str, Estimate]) -> str:
     """Why values do not exist: "ratio: no seed of ...", equal reasons once."""
     names: dict[str, list[str]] = {}
-    for name, estimate in found.items():
+    for name, estimate in result.items():
         if estimate.reason:
             names.setdefault(estimate.reason, []).append(name)
     return "; ".join(f"{', '.join(of)}: {reason}" for reason, of in names.items())
@@ -181,8 +171,8 @@ def frontier(study: Study) -> Iterator[Record]:
         row: Json = {"number": number} | settings_of(arm) | {"point": point, "n_seeds": len(arm.seeds)}
         for d in DIRECTIONS:
             score = Score(arm, d, point if len(arm.trained) == 2 or point == NATIVE else arm.served(d))
-            found = study.mean(score)
-            row |= {f"{d}_scoring": score.scoring, d: study.spread(score), f"{d}_lo": found.lo, f"{d}_hi": found.hi}
+            result = study.mean(score)
+            row |= {f"{d}_scoring": score.scoring, d: study.spread(score), f"{d}_lo": result.lo, f"{d}_hi": result.hi}
         yield row
 
 
@@ -236,11 +226,11 @@ def keeps_both(study: Study) -> Iterator[Record]:
                 for to in (NATIVE, CORRECTED):
                     ratio = study.ratio(Score(arm, d, s), Score(baseline, d, to)) if baseline else NO_BASELINE
                     row[f"{d}_ratio_to_{to}"] = ratio
-            found: dict[str, Estimate] = {d: row[f"{d}_ratio_to_{NATIVE}"] for d in DIRECTIONS}
-            ends = [ratio.lo for ratio in found.values() if ratio.lo is not None]
-            lowest = min(ends) if len(ends) == len(found) else None
-            row |= {"n_seeds": found["t2i"].n_seeds, "lowest_end": lowest}
-            yield row | {"keeps_both": None if lowest is None else lowest >= KEPT, "reason": reasons(found)}
+            result: dict[str, Estimate] = {d: row[f"{d}_ratio_to_{NATIVE}"] for d in DIRECTIONS}
+            ends = [ratio.lo for ratio in result.values() if ratio.lo is not None]
+            lowest = min(ends) if len(ends) == len(result) else None
+            row |= {"n_seeds": result["t2i"].n_seeds, "lowest_end": lowest}
+            yield row | {"keeps_both": None if lowest is None else lowest >= KEPT, "reason": reasons(result)}
 
 
 def verdicts(study: Study) -> Iterator[Record]:
@@ -249,10 +239,10 @@ def verdicts(study: Study) -> Iterator[Record]:
         if all(run.json["evaluation"]["native"]["gamma_d"] == 1 for run in arm.results().values()):
             continue
         for d in arm.trained:
-            found = study.verdict(arm, d)
-            learned, useful = found.get("learned") or {}, found.get("useful") or {}
+            result = study.verdict(arm, d)
+            learned, useful = result.get("learned") or {}, result.get("useful") or {}
             row: Json = {"arm": arm.name, "direction": d, "null": arm.permuted}
-            row |= {key: found[key] for key in ("control", "baseline", "n_seeds")}
+            row |= {key: result[key] for key in ("control", "baseline", "n_seeds")}
             row |= {"learned": WORDS[learned["verdict"]] if learned else "", "d_arm": learned.get("d_run")}
             row |= {"d_control": learned.get("d_control"), "d_difference": reported(learned)}
             row |= {"useful": WORDS[useful["verdict"]] if useful else ""}
@@ -261,7 +251,7 @@ def verdicts(study: Study) -> Iterator[Record]:
             row |= {"gain_over_control": reported(useful.get("gain"))}
             row |= {"native_minus_baseline_cosine": reported(useful.get("native_minus_baseline_cosine"))}
             row |= {"learned_sentence": learned.get("sentence"), "useful_sentence": useful.get("sentence")}
-            yield row | {"reason": found.get("reason", "")}
+            yield row | {"reason": result.get("reason", "")}
 
 
 def correction(study: Study) -> Iterator[Record]:
@@ -272,11 +262,11 @@ def correction(study: Study) -> Iterator[Record]:
         if gain.value is None and arm.trained == [d]:
             continue  # its opposite was not trained: there is nothing to read in reverse
         beside = study.difference(corrected, Score(baseline, d)) if baseline else NO_BASELINE
-        found = {"corrected_minus_reversed": gain, "corrected_minus_baseline_native": beside}
+        result = {"corrected_minus_reversed": gain, "corrected_minus_baseline_native": beside}
         row: Json = {"arm": arm.name, "direction": d, "trained": d in arm.trained, "null": arm.permuted}
         row |= {"n_seeds": gain.n_seeds, "baseline": baseline and baseline.name}
         row |= {s: study.spread(Score(arm, d, s)) for s in (NATIVE, REVERSED, CORRECTED)}
-        yield row | found | {"reason": reasons(found)}
+        yield row | result | {"reason": reasons(result)}
 
 
 def matrix(study: Study) -> Iterator[Record]:
@@ -299,8 +289,8 @@ def gamma(study: Study) -> Iterator[Record]:
 def cv(study: Study) -> Iterator[Record]:
     """CV of either side's norms."""
     for arm in study.arms:
-        found = {f"cv_{side}": over_seeds(arm, f"magnitude {side} cv") for side in SIDES}
-        yield settings_of(arm) | {"n_seeds": len(arm.seeds)} | found
+        result = {f"cv_{side}": over_seeds(arm, f"magnitude {side} cv") for side in SIDES}
+        yield settings_of(arm) | {"n_seeds": len(arm.seeds)} | result
 
 
 def delta_cv(study: Study) -> Iterator[Record]:
@@ -310,41 +300,43 @@ def delta_cv(study: Study) -> Iterator[Record]:
         for dot, direction in itertools.product(alike(dnorm, study.arms, "dot"), trained):
             path = f"magnitude {direction.query_side} cv"
             pairs = [[at(a.results()[s].json, path) for a in (dnorm, dot)] for s in dnorm.seeds_with(dot)]
-            found = spread(a / b for a, b in pairs if a is not None and b)
+            result = spread(a / b for a, b in pairs if a is not None and b)
             row = {"i2t_weight": dnorm.i2t_weight, "direction": direction.value, "query_side": direction.query_side}
-            yield row | {"dnorm_arm": dnorm.name, "dot_arm": dot.name, "n_seeds": found.n, "delta_cv": found}
+            yield row | {"dnorm_arm": dnorm.name, "dot_arm": dot.name, "n_seeds": result.n, "delta_cv": result}
 
 
 def pretrained(study: Study) -> Iterator[Record]:
     """Arms that start from trained weights: against the same setting from their model's own start, and what zero-shot
     classification loses by the training, seed by seed."""
+
+    def before(arm: Arm, seed: int, path: str) -> Any:
+        """Of start.json, else of the run that it starts from."""
+        source = next((a.results().get(seed) for a in study.arms if a.name == arm.initial), None)
+        value = at(arm.starts.get(seed) or {}, path)
+        return at(source.json, path) if value is None and source else value
+
     missing = Estimate.missing("no arm of this loss and normalization from random weights")
     same = ("i2t_weight", "norm", "curriculum", "train_fraction", "permute_pairs")
     for arm in (a for a in study.arms if a.start is not None):
         own = settings_of(arm)
         scratch = (a for a in study.arms if a.start is None and all(settings_of(a)[k] == own[k] for k in same))
-        other, found = next(scratch, None), {}
+        other, result = next(scratch, None), {}
         row = own | {"from_random": other and other.name, "n_seeds": len(arm.seeds)}
         for d in DIRECTIONS:
             beside = study.difference(Score(arm, d), Score(other, d)) if other else missing
-            found[f"minus_from_random_{d}"] = beside
+            result[f"minus_from_random_{d}"] = beside
             row |= {f"success@1_native_{d}": study.spread(Score(arm, d)), f"minus_from_random_{d}": beside}
         for s in (NATIVE, "cosine"):
             path = f"zero_shot acc1 {s}"
-            pairs = [(_before(study, arm, seed, path), at(run.json, path)) for seed, run in arm.results().items()]
-            known = [(before, after) for before, after in pairs if before is not None and after is not None]
-            row[f"zero_shot_before_{s}"] = spread(before for before, _ in known)
-            row[f"zero_shot_after_{s}"] = spread(after for _, after in known)
-            row[f"zero_shot_change_{s}"] = spread(after - before for before, after in known)
+            pairs = [(before(arm, seed, path), at(run.json, path)) for seed, run in arm.results().items()]
+            known = [(a, b) for a, b in pairs if a is not None and b is not None]
+            row |= {
+                f"zero_shot_before_{s}": spread(a for a, _ in known),
+                f"zero_shot_after_{s}": spread(b for _, b in known),
+            }
+            row[f"zero_shot_change_{s}"] = spread(b - a for a, b in known)
             row[f"zero_shot_{s}_n"] = len(known)
-        yield row | {"reason": reasons(found)}
-
-
-def _before(study: Study, arm: Arm, seed: int, path: str) -> float | None:
-    """A number before the first step: of start.json, else of the run that it starts from."""
-    source = next((a.results().get(seed) for a in study.arms if a.name == arm.initial), None)
-    value = at(arm.starts.get(seed) or {}, path)
-    return at(source.json, path) if value is None and source else value
+        yield row | {"reason": reasons(result)}
 
 
 def fractions(study: Study) -> Iterator[Record]:
@@ -355,10 +347,10 @@ def fractions(study: Study) -> Iterator[Record]:
     for members in (m for m in groups.values() if len({arm.fraction for arm in m}) > 1):
         arms, name = sorted(members, key=lambda a: a.fraction), max(members, key=lambda a: a.fraction).name
         for arm, d, s in itertools.product(arms, DIRECTIONS, (NATIVE, CORRECTED)):
-            found = study.mean(Score(arm, d, s))
+            result = study.mean(Score(arm, d, s))
             row = {"setting": name} | settings_of(arm) | {"direction": d, "scoring": s, "n_seeds": len(arm.seeds)}
             row |= {"success@1": study.spread(Score(arm, d, s))}
-            yield row | {"success@1_lo": found.lo, "success@1_hi": found.hi}
+            yield row | {"success@1_lo": result.lo, "success@1_hi": result.hi}
 
 
 def fisher(study: Study) -> Iterator[Record]:
@@ -371,15 +363,15 @@ def fisher(study: Study) -> Iterator[Record]:
         for dnorm in alike(qnorm, study.arms, "dnorm"):
             starts = [*alike(qnorm, study.arms, "cosine"), qnorm, dnorm]
             for d, seed in itertools.product(qnorm.trained, qnorm.seeds_with(dnorm)):
-                found = study.difference(Score(qnorm, d), Score(dnorm, d), [seed])
-                winner = "qnorm" if found.above(0) else "dnorm" if found.below(0) else "within noise"
+                result = study.difference(Score(qnorm, d), Score(dnorm, d), [seed])
+                winner = "qnorm" if result.above(0) else "dnorm" if result.below(0) else "within noise"
                 of = next((a for a in starts if kappas(a, d, seed)[0]), None)
                 kappa, why = kappas(of or starts[0], d, seed)
                 row: Json = {k: settings_of(qnorm)[k] for k in ("i2t_weight", "train_fraction", "initial")}
                 row |= {"direction": d, "seed": seed, "qnorm_arm": qnorm.name, "dnorm_arm": dnorm.name}
-                row |= {"qnorm_minus_dnorm": found, "winner": None if found.lo is None else winner}
+                row |= {"qnorm_minus_dnorm": result, "winner": None if result.lo is None else winner}
                 row |= {"kappa_of": of and of.name} | {f"log10_kappa_{name}": kappa.get(name) for name in MATRICES}
-                yield row | {"reason": "; ".join(filter(None, (found.reason, why)))}
+                yield row | {"reason": "; ".join(filter(None, (result.reason, why)))}
 
 
 def kappas(arm: Arm, direction: str, seed: int) -> tuple[dict[str, float], str]:
@@ -390,8 +382,8 @@ def kappas(arm: Arm, direction: str, seed: int) -> tuple[dict[str, float], str]:
     if isinstance(section, dict) and section.get("status") == "undetermined":
         return {}, f"κ is undetermined: {section.get('reason')}"
     values = {name: at(section or {}, f"{name} log10_kappa value") for name in MATRICES}
-    found = {name: float(value) for name, value in values.items() if value is not None}
-    return found, "" if found else why or "start.json holds no κ of this direction"
+    result = {name: float(value) for name, value in values.items() if value is not None}
+    return result, "" if result else why or "start.json holds no κ of this direction"
 
 
 def cells(study: Study) -> Iterator[Record]:
@@ -425,13 +417,13 @@ def differences(study: Study) -> Iterator[Record]:
     for family, data in itertools.product(study.families(), study.data):
         cosine = family["cosine"]
         for (norm, arm), s in itertools.product(list(family.items())[1:], (NATIVE, "cosine")):
-            found = {
+            result = {
                 m: study.difference(Score(arm, "q2d", s, data, m), Score(cosine, "q2d", NATIVE, data, m))
                 for m in TEXT.metrics
             }
             row: Json = {"data": data, "arm": arm.name, "norm": norm, "scoring": s, "baseline": cosine.name}
-            row |= {"n_seeds": found[TEXT.metrics[0]].n_seeds} | found
-            yield row | {f"{m}_smallest": e.smallest for m, e in found.items()} | {"reason": reasons(found)}
+            row |= {"n_seeds": result[TEXT.metrics[0]].n_seeds} | result
+            yield row | {f"{m}_smallest": e.smallest for m, e in result.items()} | {"reason": reasons(result)}
 
 
 def retrieval(study: Study) -> Iterator[Record]:
@@ -440,12 +432,17 @@ def retrieval(study: Study) -> Iterator[Record]:
     for data in study.data:
         yield from (_untrained(study, data, s) for s in ("cosine", "dot"))
         for arm, s in itertools.product((a for a in study.arms if data in a.runs), (NATIVE, "cosine")):
-            found = {m: study.mean(Score(arm, "q2d", s, data, m)) for m in TEXT.metrics}
-            row: Json = {"data": data, "arm": arm.name, "scoring": s, "n_seeds": found[TEXT.metrics[0]].n_seeds} | found
+            result = {m: study.mean(Score(arm, "q2d", s, data, m)) for m in TEXT.metrics}
+            row: Json = {
+                "data": data,
+                "arm": arm.name,
+                "scoring": s,
+                "n_seeds": result[TEXT.metrics[0]].n_seeds,
+            } | result
             for m in TEXT.metrics:
                 each = [run.json["retrieval"]["q2d"][s][m] for run in arm.results(data).values()]
                 row |= {f"{m}_min": min(each), f"{m}_max": max(each)}
-            yield row | {"reason": reasons(found)}
+            yield row | {"reason": reasons(result)}
 
 
 def _starts(study: Study) -> Iterator[Json]:
@@ -457,9 +454,9 @@ def _untrained(study: Study, data: str, scoring: str) -> Record:
     row: Json = {"data": data, "arm": "untrained", "scoring": scoring, "n_seeds": None}
     for start in _starts(study):
         section = start if data == study.data[0] else (start.get(EVALUATIONS) or {}).get(data) or {}
-        if found := value_at(section, ["retrieval", "q2d", scoring])[0]:
-            cis = {m: (found.get("ci") or {}).get(m) or (None, None) for m in TEXT.metrics}
-            return row | {m: Estimate(found.get(m), lo, hi, 1) for m, (lo, hi) in cis.items()}
+        if result := value_at(section, ["retrieval", "q2d", scoring])[0]:
+            cis = {m: (result.get("ci") or {}).get(m) or (None, None) for m in TEXT.metrics}
+            return row | {m: Estimate(result.get(m), lo, hi, 1) for m, (lo, hi) in cis.items()}
     return row | {"reason": "no run measured this data set before training"}
 
 
@@ -480,9 +477,9 @@ def magnitude(study: Study) -> Iterator[Record]:
 def text_delta_cv(study: Study) -> Iterator[Record]:
     """CV of query norms trained with dnorm over that with dot."""
     for family, data in itertools.product(study.families(), study.data):
-        found = study.delta_cv(data, family)
-        row = {"data": data, "baseline": family["cosine"].name, "n_seeds": found.n_seeds, "delta_cv": found}
-        yield row | {"delta_cv_smallest": found.smallest, "reason": found.reason}
+        result = study.delta_cv(data, family)
+        row = {"data": data, "baseline": family["cosine"].name, "n_seeds": result.n_seeds, "delta_cv": result}
+        yield row | {"delta_cv_smallest": result.smallest, "reason": result.reason}
 
 
 def text_fisher(study: Study) -> Iterator[Record]:

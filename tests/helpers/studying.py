@@ -119,8 +119,8 @@ def kappa_section(kappas: Sequence[float], **more: Any) -> dict[str, Any]:
 
 def start(kappas: Sequence[float], before: float | None = None) -> dict[str, Any]:
     """A start.json of κ and zero-shot accuracy."""
-    found: dict[str, Any] = {"fisher": dict.fromkeys(("i2t", "t2i"), kappa_section(kappas))}
-    return found | ({"zero_shot": {"acc1": {"native": before, "cosine": before}}} if before is not None else {})
+    result: dict[str, Any] = {"fisher": dict.fromkeys(("i2t", "t2i"), kappa_section(kappas))}
+    return result | ({"zero_shot": {"acc1": {"native": before, "cosine": before}}} if before is not None else {})
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

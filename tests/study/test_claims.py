@@ -134,8 +134,8 @@ def test_claims_of_functions_are_answered_by_what_was_planted(rows: list[Json]) 
 
 def test_a_null_that_finds_something_shows_and_chance_is_that_of_the_datas_own_relevance() -> None:
     arm = planted_arm("leaky", permute_pairs=True, permuted=False)  # permuted by name, but it knows the right pairs
-    found = all_of(claims(Study([arm], resamples=50)).records, "B3")
-    assert {(r["verdict"], r["counts"]) for r in found} == {("found", "above chance")}
+    result = all_of(claims(Study([arm], resamples=50)).records, "B3")
+    assert {(r["verdict"], r["counts"]) for r in result} == {("found", "above chance")}
     for run in arm.results().values():
         assert run.json["data"]["chance"] == {"i2t": pytest.approx(2 / 60), "t2i": pytest.approx(1 / 60)}
         run.json["data"]["chance"] = {"i2t": 1.0, "t2i": 1.0}  # every document would do
@@ -143,8 +143,8 @@ def test_a_null_that_finds_something_shows_and_chance_is_that_of_the_datas_own_r
 
 
 def test_a_study_without_arms_for_a_claim_says_so() -> None:
-    found = claims(Study([planted_arm(seeds=(0,))], resamples=30)).records
-    assert {r["verdict"] for r in found if r["claim"] != "T2"} == {"not asked here"}
+    result = claims(Study([planted_arm(seeds=(0,))], resamples=30)).records
+    assert {r["verdict"] for r in result if r["claim"] != "T2"} == {"not asked here"}
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -199,13 +199,13 @@ def test_kappa_that_is_undetermined_is_not_asked_and_one_case_decides_nothing(
     section = kappa_section((3, 1, 2, 2), n=48, n_available=60, dim=12)
     measured = text_start(section) | {"fisher": {"q2d": section, "titles": section}}
     arms = [text_arm("cosine", starts={0: measured}), text_arm("qnorm", lengths=0.4), text_arm("dnorm")]
-    found = all_of(text_claims(arms), "TX7")
-    assert [r["verdict"] for r in found] == [OPEN, OPEN]
-    assert found[0]["counts"] == (
+    result = all_of(text_claims(arms), "TX7")
+    assert [r["verdict"] for r in result] == [OPEN, OPEN]
+    assert result[0]["counts"] == (
         "one case: raw: the query's κ is larger (3.00, 2.00), which would name qnorm; normalized: the document's κ is "
         "larger (1.00, 2.00), which would name dnorm; qnorm won"
     )
-    assert found[1]["counts"].startswith("κ of titles as queries decides nothing: ")
+    assert result[1]["counts"].startswith("κ of titles as queries decides nothing: ")
 
 
 @pytest.mark.parametrize(("best", "verdict"), [("qnorm", YES), ("dot", NO)])
@@ -217,8 +217,8 @@ def test_a_best_norm_beats_every_other_one(best: str, verdict: str) -> None:
 
 
 def test_missing_arms_are_not_asked_for() -> None:
-    found = text_claims([text_arm("cosine", outside=False), text_arm("dot", outside=False)])
-    missing = {(r["claim"], r["norm"]) for r in found if r["verdict"] == MISSING}
+    result = text_claims([text_arm("cosine", outside=False), text_arm("dot", outside=False)])
+    missing = {(r["claim"], r["norm"]) for r in result if r["verdict"] == MISSING}
     assert missing >= {
         ("TX1", "qnorm"),
         ("TX2", "qnorm"),
@@ -226,7 +226,7 @@ def test_missing_arms_are_not_asked_for() -> None:
         ("TX8", "learned"),
         ("TX6", "dnorm over dot"),
     }
-    assert not [r for r in found if r["claim"] in ("TX1o", "TX3")]
-    assert all(r["reason"] for r in found if r["verdict"] == MISSING)
-    assert {r["verdict"] for r in found} <= {YES, NO, OPEN, MISSING}
+    assert not [r for r in result if r["claim"] in ("TX1o", "TX3")]
+    assert all(r["reason"] for r in result if r["verdict"] == MISSING)
+    assert {r["verdict"] for r in result} <= {YES, NO, OPEN, MISSING}
     assert text_claims([text_arm("dot")]) == text_claims([]) == []

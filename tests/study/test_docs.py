@@ -57,9 +57,9 @@ def test_the_rules_give_the_committed_verdicts(root: Path, kind: Kind, page: str
     rows = [r for r in rows_of(root / "docs" / page, "claims") if r["claim"] in entries and r["value_lo"]]
     rows = [r for r in rows if r["claim"] not in by_two]
     for row in rows:
-        found = Estimate(*(float(row[k]) for k in ("value", "value_lo", "value_hi")), 1)
+        result = Estimate(*(float(row[k]) for k in ("value", "value_lo", "value_hi")), 1)
         entry = entries[row["claim"]]
-        place = judged(found, entry, float(row["paper"]) if row["paper"] else None)
+        place = judged(result, entry, float(row["paper"]) if row["paper"] else None)
         assert entry["verdicts"][place] == row["verdict"], row
     assert len(rows) > 20
 

@@ -77,9 +77,9 @@ def test_estimates_equal_a_plain_loop_and_are_paired(study: Study, text: Study, 
 
 def test_data_sets_are_drawn_apart_and_seeds_together(text: Study) -> None:
     sides = [Score(a, "q2d", data=d) for d in (OUTSIDE, INSIDE) for a in text.arms[1::-1]]
-    found = text.estimate(sides, lambda x: (x[0] - x[1]) - (x[2] - x[3]))
+    result = text.estimate(sides, lambda x: (x[0] - x[1]) - (x[2] - x[3]))
     of = [naive(text, side, (0, 1), 1000 * (side.data == OUTSIDE))[1] for side in sides]
-    assert (found.lo, found.hi) == pytest.approx(metrics.interval((of[0] - of[1]) - (of[2] - of[3])))
+    assert (result.lo, result.hi) == pytest.approx(metrics.interval((of[0] - of[1]) - (of[2] - of[3])))
 
 
 def test_a_planted_effect_is_found_and_a_planted_null_is_not(study: Study, arms: dict[str, Arm]) -> None:
@@ -88,11 +88,11 @@ def test_a_planted_effect_is_found_and_a_planted_null_is_not(study: Study, arms:
     null = study.ratio(Score(arms["same"], "t2i", "cosine"), baseline)
     assert not null.above(1) and not null.below(1)
     assert study.ratio(Score(arms["worse"], "t2i"), baseline).below(0.95)
-    found = study.verdict(arms["better"], "t2i")
-    assert (found["control"], found["baseline"], found["n_seeds"]) == ("control", "baseline", 3)
-    assert found["learned"]["verdict"] is True and found["useful"]["verdict"] is True
-    found = study.verdict(arms["same"], "t2i")
-    assert found["learned"]["verdict"] is False and found["useful"]["verdict"] is not True
+    result = study.verdict(arms["better"], "t2i")
+    assert (result["control"], result["baseline"], result["n_seeds"]) == ("control", "baseline", 3)
+    assert result["learned"]["verdict"] is True and result["useful"]["verdict"] is True
+    result = study.verdict(arms["same"], "t2i")
+    assert result["learned"]["verdict"] is False and result["useful"]["verdict"] is not True
 
 
 def test_an_arm_is_itself_times_one_and_directions_pair_by_picture(study: Study, arms: dict[str, Arm]) -> None:
@@ -107,14 +107,14 @@ def test_an_arm_is_itself_times_one_and_directions_pair_by_picture(study: Study,
 
 def test_only_common_seeds_count(study: Study, arms: dict[str, Arm]) -> None:
     worse, baseline = Score(arms["worse"], "t2i"), Score(arms["baseline"], "t2i")
-    found = [study.difference(worse, baseline, seeds) for seeds in (None, [2], [3])]
-    assert [e.n_seeds for e in found] == [2, 1, 0] and found[2].value is None and "no seed" in found[2].reason
+    result = [study.difference(worse, baseline, seeds) for seeds in (None, [2], [3])]
+    assert [e.n_seeds for e in result] == [2, 1, 0] and result[2].value is None and "no seed" in result[2].reason
 
 
 def test_what_does_not_exist_has_a_reason(study: Study, text: Study, arms: dict[str, Arm]) -> None:
     baseline = Score(arms["baseline"], "t2i")
-    found = study.ratio(Score(arms["better"], "t2i", CORRECTED), baseline)
-    assert found.value is None and "corrected" in found.reason
+    result = study.ratio(Score(arms["better"], "t2i", CORRECTED), baseline)
+    assert result.value is None and "corrected" in result.reason
     other = planted_arm("other", noise=1.0)
     other.results()[0].json["data"]["fingerprint"] = "else"
     assert "different data" in study.difference(Score(other, "t2i"), baseline).reason
@@ -152,16 +152,16 @@ def test_the_verdict_of_one_seed_is_comparisons(arms: dict[str, Arm], name: str)
     one = verdict(run, control, baseline, resamples=B)
     assert verdict([run], [control], [baseline], MAIN_POOL, Direction.T2I, resamples=B) == one
     only = [dataclasses.replace(arms[a], runs={"": {1: arms[a].results()[1]}}) for a in (name, "control", "baseline")]
-    found = Study(only, resamples=B).verdict(only[0], "t2i")
-    assert {key: found[key] for key in one} == one
+    result = Study(only, resamples=B).verdict(only[0], "t2i")
+    assert {key: result[key] for key in one} == one
 
 
 def test_a_pooled_verdict_is_of_the_seeds_means(study: Study, arms: dict[str, Arm]) -> None:
-    found = study.verdict(arms["better"], "t2i")
+    result = study.verdict(arms["better"], "t2i")
     names = ("better", "control", "baseline")
     each = [verdict(*(arms[a].results()[s] for a in names), resamples=20) for s in (0, 1, 2)]
     for part, number in (("learned", "d_run"), ("learned", "delta"), ("useful", "native_minus_cosine_run")):
-        assert found[part][number] == pytest.approx(np.mean([one[part][number] for one in each]))
+        assert result[part][number] == pytest.approx(np.mean([one[part][number] for one in each]))
 
 
 def test_pooled_runs_must_be_each_others_seeds_controls_and_data(arms: dict[str, Arm]) -> None:
@@ -173,9 +173,9 @@ def test_pooled_runs_must_be_each_others_seeds_controls_and_data(arms: dict[str,
 
 
 def test_a_text_verdict_is_by_ndcg_against_the_familys_control(text: Study) -> None:
-    found = text.verdict(text.arms[1], "q2d", INSIDE)
-    assert (found["control"], found["baseline"], found["n_seeds"]) == ("q2d dnorm", "q2d cosine", 2)
-    learned, useful = found["learned"], found["useful"]
+    result = text.verdict(text.arms[1], "q2d", INSIDE)
+    assert (result["control"], result["baseline"], result["n_seeds"]) == ("q2d dnorm", "q2d cosine", 2)
+    learned, useful = result["learned"], result["useful"]
     assert useful["metric"] == "ndcg@10" and learned["verdict"] is True and learned["d_run"] > 1
 
 
@@ -192,8 +192,8 @@ def test_what_an_arm_is_and_which_is_its_control(arms: dict[str, Arm]) -> None:
     assert [asym.served(d) for d in ("i2t", "t2i")] == [NATIVE, CORRECTED]
     # a weight of one is one direction, whatever the loss is called
     weighted = planted_arm("weighted", "sym", "qnorm", (0,), weight=0.0, noise=1.2, lengths=0.3)
-    found = Study([weighted, arms["control"], arms["baseline"]], resamples=B).verdict(weighted, "t2i")
-    assert found["control"] == "control" and found["learned"]["verdict"] is True
+    result = Study([weighted, arms["control"], arms["baseline"]], resamples=B).verdict(weighted, "t2i")
+    assert result["control"] == "control" and result["learned"]["verdict"] is True
 
 
 def test_a_control_depends_on_no_norm_and_starts_where_the_arm_starts() -> None:
@@ -216,9 +216,9 @@ def test_a_control_depends_on_no_norm_and_starts_where_the_arm_starts() -> None:
 
 def test_a_family_differs_in_its_norm_alone() -> None:
     arms = [*text_family(), text_arm("dot", lr=1e-3), text_arm("cosine", lr=1e-3), text_arm("qnorm", epochs=9)]
-    found = Study(arms, TEXT).families()
-    assert [list(f) for f in found] == [["cosine", "dot", "qnorm", "dnorm", "learned"], ["cosine", "dot"]]
-    assert found[1]["dot"].settings["lr"] == 1e-3
+    result = Study(arms, TEXT).families()
+    assert [list(f) for f in result] == [["cosine", "dot", "qnorm", "dnorm", "learned"], ["cosine", "dot"]]
+    assert result[1]["dot"].settings["lr"] == 1e-3
     both, measured = (
         dataclasses.replace(arms[1], settings=text_settings("dot", **more))
         for more in ({"loss": "both", "gamma_init": 0.2}, {"measure_start": False, "gamma_lr": 0.5})
@@ -232,10 +232,10 @@ def test_a_family_differs_in_its_norm_alone() -> None:
 
 def test_delta_cv_is_of_the_queries_and_of_an_arm_itself_one(text: Study) -> None:
     _, dot, _, dnorm, _ = text.arms
-    found = text.delta_cv(INSIDE, {"dnorm": dnorm, "dot": dot})
+    result = text.delta_cv(INSIDE, {"dnorm": dnorm, "dot": dot})
     cvs = [[a.runs[INSIDE][s].json["magnitude"]["query"]["cv"] for s in (0, 1)] for a in (dnorm, dot)]
-    assert found.value == pytest.approx(np.mean(cvs[0]) / np.mean(cvs[1]), rel=1e-5)
-    assert found.lo is not None and found.lo < found.value < (found.hi or 0)
+    assert result.value == pytest.approx(np.mean(cvs[0]) / np.mean(cvs[1]), rel=1e-5)
+    assert result.lo is not None and result.lo < result.value < (result.hi or 0)
     assert text.delta_cv(INSIDE, {"dnorm": dot, "dot": dot})[:3] == (1, 1, 1)
 
 
@@ -243,9 +243,9 @@ def test_numbers_of_documents_have_normal_intervals_as_wide_as_a_runs_own_and_mo
     cosine, dot = text.arms[:2]
     runs = [dot.runs[INSIDE][s].json for s in (0, 1)]
     own = [run["magnitude"]["document"]["cohens_d"]["corpus"] for run in runs]
-    found, beside = text.documents(INSIDE, "corpus", dot), text.documents(INSIDE, "corpus", dot, cosine)
-    assert found.value == pytest.approx(np.mean([d["value"] for d in own]))
-    widths = [(e.hi or 0) - (e.lo or 0) for e in (found, beside)]
+    result, beside = text.documents(INSIDE, "corpus", dot), text.documents(INSIDE, "corpus", dot, cosine)
+    assert result.value == pytest.approx(np.mean([d["value"] for d in own]))
+    widths = [(e.hi or 0) - (e.lo or 0) for e in (result, beside)]
     assert widths[0] >= np.mean([d["ci"][1] - d["ci"][0] for d in own]) * (1 - 1e-9)
     assert widths[1] > widths[0], "two arms are no less uncertain than one"
     counts = [run["diagnostics"]["q2d"]["relevance_count"]["value"] for run in runs]

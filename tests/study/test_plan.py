@@ -50,21 +50,21 @@ def planner(request: pytest.FixtureRequest, tmp_path: Path) -> Planner:
 
 
 def test_every_arm_runs_with_every_seed_and_all_settings_reach_the_run(tmp_path: Path) -> None:
-    found = plan(tmp_path, "seeds: [3, 5]\ntitle: Two\nepochs: 2\n" + arms("norm: [dot, qnorm], lr: [1e-3, 1e-4]"))
-    assert found.title == "Two" and len(found.runs) == 8
-    assert {(c.seed, c.config.seed, c.config.epochs) for c in found.runs} == {(3, 3, 2), (5, 5, 2)}
-    names = [c.arm for c in found.runs if c.seed == 3]
+    result = plan(tmp_path, "seeds: [3, 5]\ntitle: Two\nepochs: 2\n" + arms("norm: [dot, qnorm], lr: [1e-3, 1e-4]"))
+    assert result.title == "Two" and len(result.runs) == 8
+    assert {(c.seed, c.config.seed, c.config.epochs) for c in result.runs} == {(3, 3, 2), (5, 5, 2)}
+    names = [c.arm for c in result.runs if c.seed == 3]
     assert names == ["sym dot lr=0.001", "sym dot lr=0.0001", "sym qnorm lr=0.001", "sym qnorm lr=0.0001"]
-    assert found.runs[1].config.lr == 1e-4 and found.runs[1].config.norm == "dot"
-    assert found.runs[0].config.model == "scenes-tiny.json"  # without config the built-in scenes'
-    assert len({c.folder for c in found.runs}) == 8
+    assert result.runs[1].config.lr == 1e-4 and result.runs[1].config.norm == "dot"
+    assert result.runs[0].config.model == "scenes-tiny.json"  # without config the built-in scenes'
+    assert len({c.folder for c in result.runs}) == 8
 
 
 def test_a_lambda_of_0_half_or_1_is_the_loss_of_that_name_and_runs_once(tmp_path: Path, beir: Path) -> None:
-    found = plan(tmp_path, arms("loss: [asym-i2t, sym], norm: qnorm", "norm: qnorm, i2t_weight: [0, 0.25, 0.5, 1]"))
-    assert [c.arm for c in found.runs] == ["asym-i2t qnorm", "sym qnorm", "asym-t2i qnorm", "sym qnorm λ=0.25"]
-    found = text_plan(beir, arms("loss: both, norm: dot, q2d_weight: [0, 0.25, 0.5, 1]"))
-    assert [c.arm for c in found.runs] == ["d2q dot", "both dot λ=0.25", "both dot", "q2d dot"]
+    result = plan(tmp_path, arms("loss: [asym-i2t, sym], norm: qnorm", "norm: qnorm, i2t_weight: [0, 0.25, 0.5, 1]"))
+    assert [c.arm for c in result.runs] == ["asym-i2t qnorm", "sym qnorm", "asym-t2i qnorm", "sym qnorm λ=0.25"]
+    result = text_plan(beir, arms("loss: both, norm: dot, q2d_weight: [0, 0.25, 0.5, 1]"))
+    assert [c.arm for c in result.runs] == ["d2q dot", "both dot λ=0.25", "both dot", "q2d dot"]
 
 
 def test_a_run_is_known_by_what_changes_its_numbers(planner: Planner) -> None:
@@ -105,21 +105,21 @@ def test_an_arm_may_start_from_another_whose_run_of_the_seed_comes_first(tmp_pat
 
 def test_arms_that_differ_in_nothing_that_counts_are_one_and_keep_their_names(tmp_path: Path) -> None:
     same = ("norm: cosine, workers: [0, 1]", "norm: cosine, save_steps: 5, name: other, seeds: [0, 4]")
-    found = plan(tmp_path, arms(*same, "norm: dot, init_from: other")).runs
-    assert (found[0].arm, found[0].seed, found[0].config.workers) == ("sym cosine workers=0", 0, 0)
-    assert [c.seed for c in found if c.arm == found[0].arm] == [0, 4]
-    assert len({c.folder for c in found}) == len(found) == 3 and found[1].initial is found[0]
+    result = plan(tmp_path, arms(*same, "norm: dot, init_from: other")).runs
+    assert (result[0].arm, result[0].seed, result[0].config.workers) == ("sym cosine workers=0", 0, 0)
+    assert [c.seed for c in result if c.arm == result[0].arm] == [0, 4]
+    assert len({c.folder for c in result}) == len(result) == 3 and result[1].initial is result[0]
     text = arms("norm: cosine", "norm: cosine, name: b", "norm: dot, init_from: sym cosine")
-    found = plan(tmp_path, text + "  - {norm: dot, init_from: b, name: late}\n").runs
-    assert [(c.arm, c.seed) for c in found] == [("sym cosine", 0), ("sym dot init_from=sym cosine", 0)]
+    result = plan(tmp_path, text + "  - {norm: dot, init_from: b, name: late}\n").runs
+    assert [(c.arm, c.seed) for c in result] == [("sym cosine", 0), ("sym dot init_from=sym cosine", 0)]
 
 
 def test_what_is_measured_tells_arms_apart_where_their_names_are_one(tmp_path: Path) -> None:
     entries = ("norm: cosine", "norm: cosine, measure_start: true", "norm: cosine, bank_size: [0, 7]")
-    found = plan(tmp_path, arms(*entries, "norm: dot, measure_start: true")).runs
+    result = plan(tmp_path, arms(*entries, "norm: dot, measure_start: true")).runs
     more = ("", " measure_start=True", " bank_size=0", " bank_size=7")
-    assert [c.arm for c in found] == [*(f"sym cosine{m}" for m in more), "sym dot"]
-    assert len({c.folder for c in found}) == 5
+    assert [c.arm for c in result] == [*(f"sym cosine{m}" for m in more), "sym dot"]
+    assert len({c.folder for c in result}) == 5
     assert plan(tmp_path, arms(*entries, entries[1])).runs[-1].arm == "sym cosine bank_size=7"
 
 
@@ -138,10 +138,10 @@ def test_equal_arms_run_once_whatever_their_order(
 
 def test_the_untrained_text_model_is_measured_with_an_arms_first_seed(beir: Path) -> None:
     text = "seeds: [3, 4]\n" + arms("norm: cosine, measure_start: true", "norm: dot, measure_start: false")
-    found = text_plan(beir, text)
-    runs = [(c.arm, c.seed, c.config.measure_start) for c in found.runs]
+    result = text_plan(beir, text)
+    runs = [(c.arm, c.seed, c.config.measure_start) for c in result.runs]
     assert runs == [(f"q2d {n}", s, (n, s) == ("cosine", 3)) for s in (3, 4) for n in ("cosine", "dot")]
-    assert found.kind.name == "text" and len({c.folder for c in found.runs}) == 4
+    assert result.kind.name == "text" and len({c.folder for c in result.runs}) == 4
     again = text_plan(beir, text, set=["random_init=true"]).runs  # every seed has weights of its own
     assert [c.config.measure_start for c in again if c.arm == "q2d cosine"] == [True, True]
 
@@ -154,10 +154,10 @@ def test_settings_of_the_command_line_win_and_lists_and_null_are_understood(tmp_
     text = arms(
         "norm: [cosine, dot], lr: [1e-3, 1e-4], wd: 0.3", "norm: dot, lr: 1, name: a", "norm: qnorm, init_from: a"
     )
-    found = plan(tmp_path, "lr: 1\n" + text, set=flags).runs
-    assert [c.arm for c in found] == ["sym cosine", "sym dot", "sym qnorm init_from=a"]
-    assert {(c.config.lr, c.config.wd, c.config.grad_clip_norm) for c in found} == {(0.5, 0.1, None)}
-    assert found[0].config.aug_cfg == ["scale=0.9,1", "none=1"] and found[2].initial is found[1]
+    result = plan(tmp_path, "lr: 1\n" + text, set=flags).runs
+    assert [c.arm for c in result] == ["sym cosine", "sym dot", "sym qnorm init_from=a"]
+    assert {(c.config.lr, c.config.wd, c.config.grad_clip_norm) for c in result} == {(0.5, 0.1, None)}
+    assert result[0].config.aug_cfg == ["scale=0.9,1", "none=1"] and result[2].initial is result[1]
 
 
 @pytest.mark.parametrize(

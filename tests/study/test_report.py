@@ -89,8 +89,8 @@ def test_files_are_there_and_numbers_survive_them(arms: list[Arm], written: Repo
     assert len(rows) == 16
     for row in rows:
         (arm,) = [a for a in arms if a.name == row["arm"]]
-        found = arm.results()[int(row["seed"])].json["retrieval"]["t2i"]
-        assert float(row["success@1_native_t2i"]) == found["native"]["success@1"]
+        result = arm.results()[int(row["seed"])].json["retrieval"]["t2i"]
+        assert float(row["success@1_native_t2i"]) == result["native"]["success@1"]
         assert row["success@1_corrected_i2t"] == "" or math.isfinite(float(row["success@1_corrected_i2t"]))
         assert row["permute_pairs"] == ("yes" if arm.name == "null" else "no")
     assert read(written, "failed") == [{"arm": "sym dot <i>", "seed": "1", "reason": "the loss is not finite"}]

@@ -54,7 +54,7 @@ ARMS = "arms:\n  - {norm: [cosine, dot]}\n  - {norm: qnorm, init_from: sym cosin
 
 
 @pytest.fixture(autouse=True)
-def no_threads_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -94,15 +94,15 @@ def wait_for(path: Path) -> None:
 
 
 def test_every_run_once_two_at_once_and_nothing_again(tmp_path: Path, script: list[str]) -> None:
-    found = runs_of(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm]}\n")
-    assert run_study(found, script, 2, ["4", "7"], 3) == ({}, 0)
-    assert all(is_finished(c) for c in found)
+    result = runs_of(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm]}\n")
+    assert run_study(result, script, 2, ["4", "7"], 3) == ({}, 0)
+    assert all(is_finished(c) for c in result)
     assert sorted(x[1:4] for x in starts(tmp_path)) == [[n, s, "3"] for n in ("cosine", "qnorm") for s in "01"]
     assert {x[4] for x in starts(tmp_path)} == {"4", "7"}
     assert max((tmp_path / "at_once.txt").read_text().split()) == "2"
-    assert not any((c.folder / "checkpoints").exists() for c in found)
-    assert all((seconds_of(c) or 0) >= 0.3 for c in found)
-    assert run_study(found, script, 2) == ({}, 0) and len(starts(tmp_path)) == 4
+    assert not any((c.folder / "checkpoints").exists() for c in result)
+    assert all((seconds_of(c) or 0) >= 0.3 for c in result)
+    assert run_study(result, script, 2) == ({}, 0) and len(starts(tmp_path)) == 4
     more = runs_of(tmp_path, "seeds: [0, 1]\narms:\n  - {norm: [cosine, qnorm, dot]}\n")
     assert run_study(more, script, 2) == ({}, 0)
     assert [x[1] for x in starts(tmp_path)[4:]] == ["dot", "dot"]
@@ -112,13 +112,13 @@ def test_a_failure_is_named_and_stops_only_what_starts_from_it(
     tmp_path: Path, script: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "arms:\n  - {norm: [dnorm, cosine]}\n  - {norm: qnorm, init_from: sym dnorm}\n"
-    found = runs_of(tmp_path, text)
-    failed, signum = run_study(found, script, 1)
+    result = runs_of(tmp_path, text)
+    failed, signum = run_study(result, script, 1)
     why = {c.arm: w for c, w in failed.items()}
     assert signum == 0 and set(why) == {"sym dnorm", "sym qnorm init_from=sym dnorm"}
     assert why["sym dnorm"].startswith("a planted fault (exit code 1; ")
     assert why["sym qnorm init_from=sym dnorm"] == "its initial run failed: sym dnorm, seed 0"
-    assert [c.arm for c in found if is_finished(c)] == ["sym cosine"]
+    assert [c.arm for c in result if is_finished(c)] == ["sym cosine"]
     err = capsys.readouterr().err
     assert "failed: sym dnorm, seed 0: a planted fault" in err and "[1/3] sym cosine, seed 0" in err
     with pytest.raises(UserError, match="none of the 1 runs is finished: a planted fault"):
@@ -137,7 +137,7 @@ def test_a_killed_run_is_continued(tmp_path: Path, script: list[str]) -> None:
 
 
 def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path, script: list[str]) -> None:
-    found = runs_of(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
+    result = runs_of(tmp_path, "arms:\n  - {norm: [cosine, qnorm]}\n")
     code = (
         "import sys\nfrom mmclip.config import StudyConfig\nfrom mmclip.commands.study import run\n"
         f"sys.exit(run(StudyConfig(config={str(tmp_path / 's.yaml')!r}, logs={str(tmp_path / 'logs')!r}, jobs=1), "
@@ -146,7 +146,7 @@ def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path, script: l
     environment = {**os.environ, "STAND_IN_SECONDS": "60", "PYTHONPATH": str(tiny.ROOT)}
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        wait_for(found[0].folder / "config.yaml")
+        wait_for(result[0].folder / "config.yaml")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
@@ -161,12 +161,12 @@ def test_a_signal_stops_the_runs_and_says_how_to_go_on(tmp_path: Path, script: l
 @pytest.fixture
 def runs(tmp_path: Path, results: Results) -> list[StudyRun]:
     """cosine, dot and qnorm, which starts from cosine: all finished."""
-    found = runs_of(tmp_path, ARMS)
-    for one in found:
+    result = runs_of(tmp_path, ARMS)
+    for one in result:
         save_results(results, one.folder)
         (one.folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n', encoding="utf-8")
         (one.folder / "start.json").write_text("{}", encoding="utf-8")
-    return found
+    return result
 
 
 Damage = Callable[[Path], object]
@@ -182,9 +182,9 @@ def write(name: str, text: str) -> Damage:
 
 def changed(change: Callable[[Results], object]) -> Damage:
     def act(folder: Path) -> None:
-        found = load_results(folder)
-        change(found)
-        save_results(found, folder)
+        result = load_results(folder)
+        change(result)
+        save_results(result, folder)
 
     return act
 
@@ -192,9 +192,9 @@ def changed(change: Callable[[Results], object]) -> Damage:
 def shorter(*names: str) -> Damage:
     """Arrays of these beginnings lose their last value."""
 
-    def change(found: Results) -> None:
-        cut = {k: v[:-1] for k, v in found.per_query.items() if k.startswith(names) and "length_level" not in k}
-        found.per_query.update(cut)
+    def change(result: Results) -> None:
+        cut = {k: v[:-1] for k, v in result.per_query.items() if k.startswith(names) and "length_level" not in k}
+        result.per_query.update(cut)
 
     return changed(change)
 
@@ -314,17 +314,17 @@ def finish_text(folder: Path, norm: str, seed: int) -> None:
 def test_text_runs_are_read_by_data_set_and_damage_is_seen_in_either(
     tmp_path: Path, text_study: str, damage: Damage, message: str
 ) -> None:
-    found = runs_of(tmp_path, text_study)
-    for one in found:
+    result = runs_of(tmp_path, text_study)
+    for one in result:
         finish_text(one.folder, one.config.norm, one.seed)
-    arms, unreadable = gather(found)
+    arms, unreadable = gather(result)
     assert not unreadable and [(a.name, a.seeds) for a in arms] == [("q2d cosine", [3, 4]), ("q2d dot", [3, 4])]
     assert list(arms[0].runs) == [INSIDE, OUTSIDE]
-    assert arms[0].runs[OUTSIDE][3].json == load_results(found[0].folder / EVALUATIONS / OUTSIDE).json
-    damage(found[1].folder / EVALUATIONS / OUTSIDE)
-    arms, unreadable = gather(found)
+    assert arms[0].runs[OUTSIDE][3].json == load_results(result[0].folder / EVALUATIONS / OUTSIDE).json
+    damage(result[1].folder / EVALUATIONS / OUTSIDE)
+    arms, unreadable = gather(result)
     ((one, why),) = unreadable.items()
-    assert one is found[1] and message in why and "\n" not in why and [a.seeds for a in arms] == [[3, 4], [4]]
+    assert one is result[1] and message in why and "\n" not in why and [a.seeds for a in arms] == [[3, 4], [4]]
 
 
 def test_a_text_study_trains_each_run_once_and_writes_its_page(

@@ -68,12 +68,12 @@ values = (
 @given(st.lists(st.dictionaries(st.sampled_from(["b", 'c,"']), values), max_size=5))
 def test_records_survive_the_file(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]) -> None:
     rows = [{"a": i / 4, **record} for i, record in enumerate(records)]
-    path = StudyTable("x", "X", ("a",), rows, "{a}", ()).file().to_csv(tmp_path_factory.mktemp("t") / "x.csv")
+    path = StudyTable("x", rows, {"title": "X", "first": "a"}).file().to_csv(tmp_path_factory.mktemp("t") / "x.csv")
     assert path.read_text(encoding="utf-8").startswith("a"), "a header stands without records"
     with path.open(encoding="utf-8", newline="") as file:
-        found = list(csv.DictReader(file))
-    assert len(found) == len(rows)
-    for row, read in zip(rows, found, strict=True):
+        result = list(csv.DictReader(file))
+    assert len(result) == len(rows)
+    for row, read in zip(rows, result, strict=True):
         for name, text in read.items():
             value = row.get(name)
             assert (float(text) == value) if isinstance(value, float) else (text == ("" if value is None else value))
@@ -82,7 +82,8 @@ def test_records_survive_the_file(tmp_path_factory: pytest.TempPathFactory, reco
 def test_cells_follow_the_names_of_columns() -> None:
     row = plain_values({"arm": "a", "ratio": Estimate(0.97, 0.96, 1.1, 3), "x_minus_y": Estimate(-0.1, -0.2, -0.05, 3)})
     row |= {"m_mean": 0.25, "m_sd": None, "n": 3, "word": "not reproduced", "paper_m": 0.5, "z": None, "reason": "why"}
-    table = StudyTable("t", "T", (), [row], "{arm}\n{n}", ("ratio", "x_minus_y", "m/paper_m", "n", "word", "z")).view()
+    layout = {"title": "T", "head": "{arm}\n{n}", "shown": "ratio x_minus_y m/paper_m n word z"}
+    table = StudyTable("t", [row], layout).view()
     ((head, cells),) = table.rows
     assert head == "a\n3" and table.columns[2] == "x less y" and table.notes == ["a: why."]
     assert [(c.text, c.detail, c.kind) for c in cells] == [
@@ -94,8 +95,8 @@ def test_cells_follow_the_names_of_columns() -> None:
         ("–", "", "none"),
     ]
     for (lo, hi), kind in {(0.5, 0.9): "down", (0.9, 1.0): "noise"}.items():
-        found = plain_values({"ratio": Estimate(0.9, lo, hi, 3)})
-        assert StudyTable("t", "T", (), [found], "", ("ratio",)).view().rows[0][1][0].kind == kind
+        record = plain_values({"ratio": Estimate(0.9, lo, hi, 3)})
+        assert StudyTable("t", [record], layout | {"head": "", "shown": "ratio"}).view().rows[0][1][0].kind == kind
     same = Estimate.missing("no baseline")
     assert reasons({"a": same, "b": same, "c": Estimate(1.0, 1.0, 1.0, 1)}) == "a, b: no baseline"
 
@@ -314,8 +315,8 @@ def test_what_text_lacks_has_a_reason(text: Study) -> None:
     assert of(rows, question="titles")["status"] == "not measured"
     measured = Study([text_arm("cosine", starts={0: text_start(kappa_section((2.5, 1, 2.5, 1)))})], TEXT)
     row = of(records_of(tables.text_fisher, measured), question="q2d")
-    found = (row["log10_kappa_document_raw"], row["log10_kappa_document_raw_hi"], row["reason"])
-    assert found == (2.5, 2.6, "") and records_of(tables.text_fisher, Study([], TEXT)) == []
+    result = (row["log10_kappa_document_raw"], row["log10_kappa_document_raw_hi"], row["reason"])
+    assert result == (2.5, 2.6, "") and records_of(tables.text_fisher, Study([], TEXT)) == []
     rows = records_of(tables.text_delta_cv, text)
     assert [r["reason"] for r in rows] == ["no dnorm arm beside a dot arm"] * 2 and rows[0]["delta_cv"] is None
 
