@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -35,8 +35,8 @@ STOP_SECONDS = 60.0  # for a run to save itself
 class _Process:
     run: StudyRun
     slot: int
-    process: subprocess.Popen[str]
-    output: TextIO
+    process: subprocess.Popen[bytes]
+    output: Path
     task: Any
     since: float = field(default_factory=time.monotonic)
 
@@ -118,10 +118,11 @@ class _Runner:
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[slot % len(self.devices)]
-        output = open(settings / f"{run.folder.name}.{OUTPUT_FILE}", "w", encoding="utf-8")  # noqa: SIM115
-        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "text": True}
-        # a session of its own: Ctrl-C is the study's, which stops its runs
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        output = settings / f"{run.folder.name}.{OUTPUT_FILE}"
+        with output.open("w", encoding="utf-8") as file:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            # a session of its own: Ctrl-C is the study's, which stops its runs
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         task = self._bar.add_task(f"  {printable(run.name, 48)}", total=None, note="starting")
         self._active.append(_Process(run, slot, process, output, task))
 
@@ -133,11 +134,11 @@ class _Runner:
                 total, note = max(run.config.epochs, epoch + 1), f"step {line.get('step')}"
                 self._bar.update(active.task, total=total, completed=epoch, note=note)
             return
-        self._leave(active)
+        self._active.remove(active)
         self._bar.remove_task(active.task)
         try:
             if code != 0 or not is_finished(run):
-                raise UserError(_reason(Path(active.output.name), code))
+                raise UserError(_reason(active.output, code))
             numbers = _numbers(run)
         except (UserError, OSError) as error:
             self._fail(run, str(error))
@@ -153,22 +154,17 @@ class _Runner:
         self.failed[run] = why
         self._say(f"failed: {printable(run.name, 80)}: {printable(why, 400)}")
 
-    def _leave(self, active: _Process) -> None:
-        self._active.remove(active)
-        active.output.close()
-
     def _stop_all(self) -> None:
         """Have every run save itself and end; one that does not within a minute is killed."""
         for active in self._active:
             active.process.terminate()
         until = time.monotonic() + STOP_SECONDS
-        for active in list(self._active):
+        for active in self._active:
             try:
                 active.process.wait(max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 active.process.kill()
                 active.process.wait()
-            self._leave(active)
 
 
 def remove_damaged(runs: Sequence[StudyRun]) -> None:

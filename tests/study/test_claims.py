@@ -165,9 +165,7 @@ def null() -> list[Json]:
 
 
 @pytest.mark.parametrize("data", [INSIDE, OUTSIDE])
-def test_planted_norms_are_found_and_nothing_is_found_in_nulls(
-    planted: list[Json], null: list[Json], data: str
-) -> None:
+def test_planted_norms_are_found_and_nulls_are_not(planted: list[Json], null: list[Json], data: str) -> None:
     gain = "TX1" if data == INSIDE else "TX1o"
     for norm in ("dot", "qnorm"):
         for claim in (gain, "TX4", "TX4u", "TX5", "TX10"):
@@ -189,9 +187,7 @@ def test_collapsed_angles_and_exponents_that_leave_the_middle_by_rule(planted: l
     assert row["verdict"] == YES and row["value"] == pytest.approx(0.1) and "gamma_q 0.400" in row["counts"]
 
 
-def test_kappa_that_is_undetermined_is_not_asked_and_one_case_decides_nothing(
-    planted: list[Json], null: list[Json]
-) -> None:
+def test_undetermined_kappa_and_one_case_decide_nothing(planted: list[Json], null: list[Json]) -> None:
     row = of(planted, claim="TX7")
     assert row["verdict"] == MISSING
     assert row["reason"].startswith("cannot be asked with 565 pairs at 384 dimensions: 1536 are needed")

