@@ -114,6 +114,8 @@ def _answers(study: Study, rows: Sequence[Json]) -> list[Json]:
         counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
         shown = [_number(r) for r in mine] if len(question["claims"]) == 1 else []
         more = f": {'; '.join(filter(None, shown[:2]))}" if any(shown[:2]) else ""
+        if len(shown) == 1 and mine[0].get("counts"):
+            counts, more = printable(shown[0], 300), f" ({words[0]})"
         kind = "no" if "found" in words else "yes" if set(UP) & set(words) else "open"
         replies.append({"kind": kind, "ask": question["ask"], "answer": f"{counts}{printable(more, 300)}."})
     return replies

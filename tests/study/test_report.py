@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,10 @@ def test_the_summary_counts_verdicts_and_a_dirty_null_is_one(written: Report, tm
     (line,) = [line for line in written.lines if line.startswith("Which claims of the paper hold here?")]
     assert all((f"{words.count(word)} {word}" in line) is (word != "not asked here") for word in set(words))
     assert any(line.startswith("Are the nulls clean? 1 clean") for line in written.lines)
+    assert any(
+        re.search(r"useful .*\? \d yes, \d open, \d not shown \((not )?reproduced|underpowered\)", x)
+        for x in written.lines
+    )
     leaky = planted_arm("leaky", permute_pairs=True, permuted=False)
     report = write_study(Study([leaky], resamples=50), tmp_path, title="t")
     assert any(line.startswith("Are the nulls clean? 2 found: leaky above chance") for line in report.lines)
