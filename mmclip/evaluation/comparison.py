@@ -61,9 +61,9 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
     return report
 
 
-def change(a: Array, b: Array, clusters: Array) -> Json:
+def change(a: Array, b: Array, clusters: Array, seed: int = SEED) -> Json:
     """The difference b - a over the same queries: a [Q], b [Q], clusters [Q]."""
-    return _difference(metrics.paired_difference(a, b, clusters, seed=SEED), metrics.several(clusters))
+    return _difference(metrics.paired_difference(a, b, clusters, seed=seed), metrics.several(clusters))
 
 
 def scoring_gain(run: Results, pool: str, direction: str, before: str, after: str, metric: str = "success@1") -> Json:

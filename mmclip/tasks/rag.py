@@ -18,12 +18,13 @@ import bisect
 import functools
 import hashlib
 import json
+import os
 import re
 import string
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ from numpy.typing import NDArray
 from mmclip import metrics
 from mmclip.config import RagConfig
 from mmclip.console import progress_bar
-from mmclip.data.beir import BeirCollection
+from mmclip.data.beir import BeirCollection, read_objects
 from mmclip.errors import UserError, printable
-from mmclip.io import write_text_atomically
+from mmclip.evaluation.comparison import change
 from mmclip.models.text_encoder import NO_LIMIT, quiet
 from mmclip.roles import Direction
 from mmclip.training.log import LINE_SECONDS
@@ -52,7 +53,6 @@ CLOSED_PROMPT = """Answer the question in a few words.
 Question: {question}
 Answer:"""
 FIELDS = ("documents", "question")
-MAX_PROMPT_BYTES = 100_000
 COSINE, CLOSED = "cosine", "closed_book"
 EM, F1, RECALL = "em", "f1", "answer_recall"
 Q2D = Direction.Q2D.value
@@ -122,14 +122,8 @@ def read_template(path: str | None, default: str, fields: Sequence[str], flag: s
     """
     where = flag if path is None else f"{flag} {printable(path)}"
     valid, twice = " and ".join(f"{{{f}}}" for f in fields), "a brace that belongs to the text is written twice"
-    text = default
     try:
-        if path is not None:
-            with Path(path).open("rb") as file:
-                content = file.read(MAX_PROMPT_BYTES + 1)
-            if len(content) > MAX_PROMPT_BYTES:
-                raise UserError(f"{where}: more than {MAX_PROMPT_BYTES:,} bytes; a prompt template is a few lines")
-            text = content.decode("utf-8").removesuffix("\n")
+        text = default if path is None else Path(path).read_bytes().decode().removesuffix("\n")
         parts = [part[1:] for part in string.Formatter().parse(text) if part[1] is not None]
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
@@ -334,21 +328,14 @@ class Predictions:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.texts: dict[str, str] = {}
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        for number, line in enumerate(lines[:-1], 1):
-            try:
-                entry = json.loads(line)
-                if not isinstance(entry["key"], str) or not isinstance(entry["text"], str):
-                    raise TypeError
-            except (ValueError, TypeError, KeyError, RecursionError):
-                shown = printable(line.decode(errors="replace"), 60)
-                raise UserError(
-                    f"{printable(path)}: line {number} is no prediction: {shown}; take the line out, or choose another "
-                    "--output"
-                ) from None
+        if not path.exists():
+            return
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        for number, (_, entry) in enumerate(read_objects(path), 1):
+            if not isinstance(entry.get("key"), str) or not isinstance(entry.get("text"), str):
+                advice = "take the line out, or choose another --output"
+                raise UserError(f"{printable(path)}: line {number} has no text with its key: {advice}")
             self.texts[entry["key"]] = entry["text"]
-        if lines[-1]:
-            write_text_atomically(path, b"".join(line + b"\n" for line in lines[:-1]).decode())
 
     def add(self, entries: Sequence[Json]) -> None:
         """Append objects with a key and a text."""
@@ -369,7 +356,6 @@ def check(
     """Read, score and compare the lists of scorings, cosine's among them.
 
     Returns:
-        Numbers of rag.json:
         rag          {"q2d": {scoring: numbers}, "closed_book": numbers}: the means em, f1 and answer_recall (None
                      without documents), their intervals "ci", and how many prompts were cut, documents shortened or
                      left out in all of them
@@ -395,25 +381,25 @@ def check(
         for key, query, prompt in zip(keys[name], collection.query_ids, prompts[name], strict=True)
     ]
     read(reader, {entry["key"]: entry for entry in entries}, store)
+    numbers, changes = {}, {}
     values: dict[str, dict[str, Array]] = {}
     shown: Json = {"query_ids": collection.query_ids}
     for name in rows:
         said = [first_line(store.texts[key]) for key in keys[name]]
-        values[name] = {
-            EM: np.array(list(map(exact_match, said, answers))),
-            F1: np.array(list(map(token_f1, said, answers))),
-        }
+        columns: dict[str, Iterable[float]] = {EM: map(exact_match, said, answers), F1: map(token_f1, said, answers)}
         if name != CLOSED:
-            read_of = zip(documents[name], answers, strict=True)
-            values[name][RECALL] = np.array([float(has_answer(d or [], a)) for d, a in read_of])
-        named = [None if r is None else [ids[d] for d in r] for r in rows[name]]
-        shown[name] = {metric: v.tolist() for metric, v in values[name].items()}
-        shown[name] |= {"documents": named, "key": keys[name], "prediction": said}
-    numbers = {n: _numbers(values[n], prompts[n], seed) for n in rows}
-    closed = {CLOSED: CLOSED} if closed_book else {}
+            columns[RECALL] = map(has_answer, [d or [] for d in documents[name]], answers)
+        values[name] = {metric: np.array(list(column), dtype=np.float64) for metric, column in columns.items()}
+        numbers[name] = _numbers(values[name], prompts[name], seed)
+        pairs = [(metric, values[COSINE][metric], x) for metric, x in values[name].items()]
+        changes[name] = {metric: change(a, b, np.arange(len(b)), seed) for metric, a, b in pairs}
+        shown[name] = {metric: x.tolist() for metric, x in values[name].items()}
+        shown[name]["documents"] = [None if r is None else [ids[d] for d in r] for r in rows[name]]
+        shown[name] |= {"key": keys[name], "prediction": said}
+    closed = [CLOSED] if closed_book else []
     return {
         "rag": {Q2D: {n: numbers[a] for n, a in first.items()}, **{n: numbers[n] for n in closed}},
-        "to_cosine": {n: _changes(values[COSINE], values[a], seed) for n, a in (first | closed).items() if a != COSINE},
+        "to_cosine": {n: changes[first.get(n, n)] for n in [*first, *closed] if first.get(n) != COSINE},
         "alike": {n: a for n, a in first.items() if n != a},
         "per_query": shown,
     }
@@ -453,13 +439,3 @@ def _numbers(values: Mapping[str, Array], prompts: Sequence[Prompt], seed: int) 
         "documents_shortened": sum(p.shortened for p in prompts),
         "documents_left_out": sum(p.dropped for p in prompts),
     }
-
-
-def _changes(cosine: Mapping[str, Array], other: Mapping[str, Array], seed: int) -> Json:
-    """other - cosine of each metric that both have."""
-    changes = {}
-    for metric, x in other.items():
-        delta, *ci = metrics.paired_difference(cosine[metric], x, np.arange(len(x)), seed=seed)
-        several, noise = len(x) > 1, len(x) == 1 or ci[0] <= 0 <= ci[1]
-        changes[metric] = {"delta": delta, "ci": ci if several else None, "within_noise": noise}
-    return changes

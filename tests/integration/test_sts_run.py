@@ -215,16 +215,12 @@ def test_the_script_scores_a_file_and_refuses_in_one_line(bert: Path, file: Path
     [
         ([], "--model is missing"),
         (["--model", "m"], "--data is missing"),
-        (["--model", "m", "--data", "none.tsv"], "none.tsv: expected an existing file"),
         (["--model", "m", "--holdout", "0.3"], "needs --train"),
         (["--model", "m", "--train", "F"], "either --data FILE, or --holdout"),
         (["--model", "m", "--train", "F", "--data", "F", "--holdout", "0.3"], "either --data FILE, or --holdout"),
-        (["--model", "m", "--train", "F", "--holdout", "1"], "between 0 and 1"),
-        (["--model", "m", "--data", "F", "--norms", "cosin"], "--norms cosin: expected one of cosine, dot"),
         (["--model", "m", "--data", "F", "--scale", "high"], "--scale high: expected a number above 0, or auto"),
         (["--model", "m", "--data", "F", "--scale", "-1"], "--scale -1.0: expected a number above 0, or auto"),
         (["--model", "m", "--data", "F", "--effective-scale", "2"], "needs --scale auto"),
-        (["--model", "m", "--data", "F", "--seeds", "-1"], "--seeds -1"),
         (["--model", "m", "--data", "F", "--head-only"], "needs --train"),
     ],
 )
