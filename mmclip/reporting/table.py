@@ -251,11 +251,12 @@ def rate_cell(value: object, ci: Sequence[float] | None = None, bar: bool = Fals
 
 
 def change_cell(change: Json | None) -> Cell:
-    """A paired difference {"delta", "ci", "within_noise"}; none where it is None."""
+    """A paired difference {"delta", "ci"}, within noise where the interval holds 0 or is missing; none for None."""
     if change is None or not is_number(change["delta"]):
         return Cell(NO, kind="none")
-    value = change["delta"]
-    kind: Literal["noise", "up", "down"] = "noise" if change["within_noise"] else "up" if value > 0 else "down"
+    value, ci = change["delta"], change["ci"]
+    noise = change.get("within_noise", ci is None or ci[0] <= 0 <= ci[1])
+    kind: Literal["noise", "up", "down"] = "noise" if noise else "up" if value > 0 else "down"
     return Cell(signed(value), span(change["ci"]), kind, value=value)
 
 

@@ -22,7 +22,6 @@ import contextlib
 import copy
 import hashlib
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +47,8 @@ from mmclip.models.factory import load_clip
 from mmclip.models.metadata import weights_key
 from mmclip.models.text_encoder import encoding, load_text_model
 from mmclip.reporting.figures import intervals_figure, write_png
-from mmclip.reporting.table import NO, Cell, Table, make_console
+from mmclip.reporting.table import NO, Cell, Table, change_cell, make_console, rate_cell, value_cell
+from mmclip.reporting.table import show as show_tables
 from mmclip.retrieval import Qrels, as_floats, rank
 from mmclip.roles import FIXED_NORMALIZATIONS, NORMS, SCALE_INIT, SCALE_MAX, Exponents, Normalization
 from mmclip.similarity import Similarity
@@ -68,6 +68,7 @@ LENT = (
     "no train split: some of the queries of {!r} train the trial and others judge it, so that split is not unseen by what "
     "follows this advice"
 )
+KAPPAS = ("log10_kappa", "unpaired", "gaussian")
 SIDES = {"query": "qnorm", "document": "dnorm"}  # role -> the norm that normalizes it alone
 KAPPA = (
     "the paper's hypothesis is that kappa says which side to normalize; its sign is not public, so it is to be tested "
@@ -477,22 +478,11 @@ def _cached(folder: Path, key: Json, compute: Callable[[], Iterator[tuple[str, A
 def show(report: Json) -> None:
     """Print the answer, a table for each direction, then the evidence that took no part."""
     console = make_console()
-    console.print(*map(Text, answer_lines(report)), sep="\n")
-    columns = ["norm", "native", "minus\ncosine", "minus\ncontrol", "by norm\nown head", "detectable"]
-    for direction, section in report["sections"].items():
-        if not section["norms"]:
-            continue
-        title = f"trial of {direction}: {section['n_queries']} held-out {report['trial']['units']}, "
-        title += f"{section['n_seeds']} seeds, {section['metric']}; 95% intervals"
-        rows = []
-        for norm, row in section["norms"].items():
-            cells = [Cell(f"{row['native']['value']:.3f}")]
-            cells += [Cell(ranged(row.get(k))) for k in ("gain", "over_control", "by_length")]
-            rows.append((norm, [*cells, Cell(f"±{row['detectable']:.3f}" if "detectable" in row else NO)]))
-        console.print()
-        console.print(Table(title, columns, rows))
-    for line in evidence_lines(report):
-        console.print(Text("\n".join(textwrap.wrap(line, 118, subsequent_indent="          "))))
+    console.print(*map(Text, [*answer_lines(report), ""]), sep="\n")
+    show_tables([*trial_tables(report), *evidence_tables(report)], console)
+    seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report["seconds"].items())
+    lines = [f"note: {printable(note, 400)}" for note in report["notes"]]
+    console.print(*map(Text, [*lines, f"scope: {report['not_covered']}", f"time: {seconds}"]), sep="\n")
 
 
 def answer_lines(report: Json) -> list[str]:
@@ -512,42 +502,51 @@ def answer_lines(report: Json) -> list[str]:
     return lines + ([f"by direction: {', '.join(each)}"] if each else [])
 
 
-def evidence_lines(report: Json) -> list[str]:
-    """A line for each piece of evidence, each note and what is not covered."""
+def trial_tables(report: Json) -> Iterator[Table]:
+    """Each norm's native metric, and its differences with intervals."""
+    columns = ["norm", "native", "minus\ncosine", "minus\ncontrol", "by norm\nown head", "detectable"]
+    for direction, section in report["sections"].items():
+        title = f"trial of {direction}: {section['n_queries']} held-out {report['trial']['units']}, "
+        title += f"{section['n_seeds']} seeds, {section['metric']}; 95% intervals"
+        rows = []
+        for norm, row in section["norms"].items():
+            cells = [rate_cell(row["native"]["value"], row["native"]["ci"])]
+            cells += [_difference(row.get(k)) for k in ("gain", "over_control", "by_length")]
+            rows.append((norm, [*cells, Cell(f"±{row['detectable']:.3f}" if "detectable" in row else NO)]))
+        if rows:
+            yield Table(title, columns, rows)
+
+
+def evidence_tables(report: Json) -> Iterator[Table]:
+    """Spread of the norms, the untrained model's scorings, and Fisher condition numbers."""
     evidence = report["evidence"]
-    lines = [
-        f"norms     CV of {side} norms {x['cv']:.3f} [{x['ci'][0]:.3f}, {x['ci'][1]:.3f}], {x['n']:,} vectors"
-        for side, x in evidence["lengths"].items()
-    ]
+    spreads = evidence["lengths"].items()
+    rows = [(side, [rate_cell(x["cv"], x["ci"]), Cell(f"{x['n']:,}")]) for side, x in spreads]
+    yield Table("evidence: coefficients of variation of the norms", ["side", "CV", "vectors"], rows)
+    rows = []
     for direction, section in evidence["zero_shot"].items():
-        cosine, *others = section["scorings"].items()
-        rates = [f"cosine {cosine[1]['value']:.3f}"]
-        rates += [f"{n} {ranged({'value': x['minus_cosine'], 'ci': x['minus_cosine_ci']})}" for n, x in others]
-        lines.append(f"untrained {direction}: {', '.join(rates)}, {section['n']} held out")
-    lines += [f"kappa     {direction}: {kappa_words(section)}" for direction, section in evidence["fisher"].items()]
-    lines += [f"          {KAPPA}"] if evidence["fisher"] else []
-    lines += [f"note      {printable(note, 400)}" for note in report["notes"]]
-    seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report["seconds"].items())
-    return [*lines, f"scope     {report['not_covered']}", f"time      {seconds}"]
-
-
-def kappa_words(section: Json) -> str:
-    """log10 kappa of the raw sides with their nulls, and the norm that the larger one would name."""
-    if section["status"] != "determined":
-        return f"undetermined: {section['reason']}"
-    words = []
-    for role in SIDES:
-        part = section[f"{role}_raw"]
-        if part["log10_kappa"] is None:
-            words.append(f"{role} none ({part['log10_kappa_reason']})")
+        cosine, *others = section["scorings"].values()
+        cells = [_difference({"value": x["minus_cosine"], "ci": x["minus_cosine_ci"]}) for x in others]
+        rows.append((f"{direction}, {section['n']} held out", [rate_cell(cosine["value"], cosine["ci"]), *cells]))
+    columns = ["direction", "cosine", *(f"{n} less\ncosine" for n in FIXED if n != "cosine")]
+    yield Table("evidence: the untrained model", columns, rows)
+    rows, notes = [], [KAPPA]
+    for direction, section in evidence["fisher"].items():
+        if section["status"] != "determined":
+            notes.append(f"{direction} undetermined: {section['reason']}")
             continue
-        lo, hi = part["log10_kappa"]["ci"]
-        nulls = ", ".join(f"{k} {part[k]:.2f}" for k in ("unpaired", "gaussian") if part[k] is not None)
-        words.append(f"{role} {part['log10_kappa']['value']:.2f} [{lo:.2f}, {hi:.2f}] (nulls: {nulls})")
-    larger = section["larger"]["raw"]
-    name = f"larger of the {larger}, which {SIDES[larger]} would normalize" if larger in SIDES else str(larger)
-    sampling = f"sampling alone {section['marchenko_pastur']:.2f}"
-    return f"log10 {', '.join(words)}; {sampling}; {name}; over {section['n']} {section['reference']}"
+        parts = {role: section[f"{role}_raw"] for role in SIDES}
+        rows += [(f"{direction} {r}", [value_cell(p[k]) for k in KAPPAS]) for r, p in parts.items()]
+        larger = section["larger"]["raw"]
+        name = f"larger of the {larger}, which {SIDES[larger]} would normalize" if larger in SIDES else str(larger)
+        notes.append(f"{direction}: {name}; sampling alone {section['marchenko_pastur']:.2f}; over {section['n']} "
+                     f"{section['reference']}")  # fmt: skip
+    if evidence["fisher"]:
+        yield Table("evidence: log10 kappa of the raw sides, with its nulls", ["side", *KAPPAS], rows, notes)
+
+
+def _difference(found: Json | None) -> Cell:
+    return change_cell(found and {"delta": found["value"], "ci": found["ci"]})
 
 
 def ranged(found: Json | None) -> str:

@@ -420,7 +420,7 @@ def print_sts(report: Json) -> None:
     columns = ["scoring", "Spearman", "less\ncosine", "Pearson", "s(a,b) with\ns(b,a)", "Spearman\nexchanged"]
     rows = []
     for name, numbers in before["scorings"].items():
-        cells = [rate_cell(numbers["spearman"], numbers["ci"]), _change(numbers["minus_cosine"])]
+        cells = [rate_cell(numbers["spearman"], numbers["ci"]), change_cell(numbers["minus_cosine"])]
         rows.append((name, cells + [rate_cell(numbers[k]) for k in ("pearson", "symmetry", "exchanged")]))
     norms = ", ".join(
         f"{side} {NO if s['mean'] is None else format(s['mean'], '.2f')} (CV {rate_cell(s['cv']).text})"
@@ -437,13 +437,7 @@ def print_sts(report: Json) -> None:
         native = numbers["native"]
         scales = [run["effective_scale"] for run in report["runs"] if run["norm"] == norm]
         start, end = (sum(s[when] for s in scales) / len(scales) for when in ("start", "end"))
-        less = [_change(native["minus"].get(k)) for k in ("native of cosine", "native of dot", "untrained")]
+        less = [change_cell(native["minus"].get(k)) for k in ("native of cosine", "native of dot", "untrained")]
         cells = [rate_cell(native["spearman"], native["ci"]), *less, rate_cell(numbers["cosine"]["spearman"])]
         rows.append((norm, [*cells, Cell(f"{start:.3g}, {end:.3g}")]))
     show([Table(f"{head}label = {report['train']['label']}", [*columns, "scale at\nstart, end"], rows)])
-
-
-def _change(found: Json | None) -> Cell:
-    """{"delta", "ci"}: within noise where the interval holds 0, or is missing."""
-    ci = found and found["ci"]
-    return change_cell(found and {**found, "within_noise": not ci or ci[0] <= 0 <= ci[1]})

@@ -333,7 +333,7 @@ def test_text_gives_an_answer_with_evidence_and_a_second_run_encodes_nothing(
     assert fisher["reference"].startswith("titles as queries of their own texts, a stand-in that is not the task: ")
     assert fisher["larger"]["raw"] in ("query", "document", "within noise")
     assert (tmp_path / "advise.png").read_bytes().startswith(b"\x89PNG")
-    for word in ("CV of query norms", "untrained q2d", "kappa", "hypothesis", "scope", "are not fine-tuning"):
+    for word in ("CV", "untrained model", "q2d, 32 held out", "kappa", "hypothesis", "scope", "are not fine-tuning"):
         assert word in done.stdout
     again = advise(settings("--model", bert, "--data", beir, "--output", tmp_path, *QUICK))
     messages = capsys.readouterr().err
