@@ -21,7 +21,7 @@ from mmclip.evaluation.eval_set import EvalSource, draw_bank
 from mmclip.io import require_space
 from mmclip.models.factory import load_clip
 from mmclip.models.metadata import native_exponents, trained_scales
-from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank, bank_side, document_offsets
+from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank, document_offsets
 from mmclip.similarity import CLIP_DIRECTIONS, Direction
 
 
@@ -52,7 +52,7 @@ def run(config: EmbedConfig) -> None:
         print(skipped_line(saved.skipped), file=sys.stderr)
     scales = {d.value: a for d, a in alpha.items()}
     saved = dataclasses.replace(saved, model=config.model, metadata=model.metadata, alpha=scales)
-    sides = sorted({bank_side(d) for d in corrected})
+    sides = sorted({d.query_side for d in corrected})
     if bank_data is not None:
         bank = FeatureSource(bank_data)
         saved = _with_evidence(
@@ -74,7 +74,7 @@ def _with_evidence(saved: Embeddings, directions: Sequence[Direction], bank: Que
         _, candidates = direction.roles({"image": saved.image, "text": saved.text})
         alpha = saved.alpha[direction.opposite.value]
         assert alpha is not None
-        evidence[direction.value] = document_offsets(candidates, bank.vectors[bank_side(direction)], exponents, alpha)
+        evidence[direction.value] = document_offsets(candidates, bank.vectors[direction.query_side], exponents, alpha)
     sizes = {side: len(x) for side, x in bank.vectors.items()}
     return dataclasses.replace(
         saved, evidence=evidence, bank={"name": bank.name, "size": sizes, "overlap": bank.overlap}

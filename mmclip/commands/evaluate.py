@@ -32,7 +32,7 @@ from mmclip.models.text_encoder import encoding, load_text_model, native_scoring
 from mmclip.reporting.run_tables import TEXT_HEADS, diagnostics_tables, files_table, main_metric
 from mmclip.reporting.summary import print_ending, zero_shot_line
 from mmclip.reporting.table import show
-from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank, bank_side
+from mmclip.retrieval.hubness import TRANSDUCTIVE, QueryBank
 from mmclip.similarity import CLIP_DIRECTIONS, Direction, Normalization
 
 Config = EvaluateConfig | TextEvaluateConfig
@@ -111,7 +111,7 @@ def _image_text_runs(config: EvaluateConfig) -> dict[str, Results]:
     if config.bank == TRANSDUCTIVE:
         how["bank"] = QueryBank(TRANSDUCTIVE)
     elif bank_data is not None:
-        sides = sorted(bank_side(d.opposite) for d in trained_scales(model.metadata))
+        sides = sorted(d.document_side for d in trained_scales(model.metadata))
         bank = FeatureSource(bank_data)
         how["bank"] = draw_bank(bank, sides, config.bank_size, model, options, config.seed, data)
     weights = "random" if model.loaded_scale is None else "loaded"
@@ -127,7 +127,7 @@ def _embeddings_run(config: EvaluateConfig, file: str) -> dict[str, Results]:
     scales = trained_scales(saved.metadata) | known
     bank = QueryBank(TRANSDUCTIVE) if config.bank == TRANSDUCTIVE else None
     if config.bank not in (None, TRANSDUCTIVE):
-        sides = sorted(bank_side(d.opposite) for d in scales)
+        sides = sorted(d.document_side for d in scales)
         bank = saved_bank(str(config.bank), sides, config.bank_size, saved, config.seed)
     elif bank is None and saved.evidence:
         bank = QueryBank(str(saved.bank.get("name", "not told")), sizes=saved.bank_counts("size"))

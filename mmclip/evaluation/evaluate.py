@@ -1,8 +1,7 @@
 """Raw embeddings -> results: every direction and scoring, ranks and intervals, norms, diagnostics.
 
 :func:`evaluate` composes retrieval (ranks), metrics (rates and intervals) and diagnostics (norms) over evaluation sets
-and has no formula of its own; images and texts, or queries and documents, are the same to it. What a comparison of two
-runs needs, the numbers of every single query, stands beside the JSON in per_query.npz.
+and has no formula of its own. The values of every single query, which paired comparisons need, go into per_query.npz.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import isfinite
 from typing import Any
 
@@ -33,14 +33,7 @@ from mmclip.metrics.rank import clamped
 from mmclip.models.factory import ClipModel
 from mmclip.models.metadata import native_exponents, trained_scales
 from mmclip.retrieval import BLOCK_BYTES, Ranking, as_floats, norms, rank, rank_both
-from mmclip.retrieval.hubness import (
-    QueryBank,
-    bank_side,
-    document_offsets,
-    reversed_exponents,
-    with_offset,
-    with_one,
-)
+from mmclip.retrieval.hubness import QueryBank, document_offsets, reversed_exponents, with_offset, with_one
 from mmclip.roles import CLIP_DIRECTIONS, FIXED_NORMALIZATIONS, SCALE_INIT, Direction, Exponents, Normalization
 from mmclip.similarity import TINY, magnitude, mean_norm_factor
 
@@ -165,11 +158,8 @@ def quick_rates(
     numbers: dict[str, float] = {}
     for direction, rankings in zip(directions, _ranked(data, directions, scorings), strict=True):
         values = {name: rates.per_query(r.ranks, r.offsets, r.gains, metrics) for name, r in rankings.items()}
-        numbers |= {
-            f"val_{direction.value}_{metric}_{name}": float(values[name][metric].mean())
-            for metric in metrics
-            for name in scorings
-        }
+        for metric, name in product(metrics, scorings):
+            numbers[f"val_{direction.value}_{metric}_{name}"] = float(values[name][metric].mean())
     return numbers
 
 
@@ -201,7 +191,7 @@ def _correct(
     block_bytes: int,
 ) -> Json | None:
     """Add ``corrected`` to ``rankings`` and describe it; None without a bank for these candidates."""
-    side, (query, candidate) = bank_side(direction), direction.roles(data.embeddings)
+    side, (query, candidate) = direction.query_side, direction.roles(data.embeddings)
     rows, offsets, size = bank.of(side, data.embeddings), bank.offsets.get(direction), bank.sizes.get(side, 0)
     if rows is not None:
         offsets, size = document_offsets(candidate, rows, native, alpha, block_bytes), len(rows)
@@ -280,31 +270,28 @@ def _norms(data: EvalSet, direction: Direction, cosine: Ranking, how: Json) -> t
         for name, v in data.attributes[side].items()
         if v.dtype != object and name not in UNITS
     }
-    section = {
+    section: Json = {
         **magnitudes.summary(norms),
         "cohens_d": magnitudes.with_reasons(magnitudes.cohens_d(norms, cosine, clusters, data.clusters[side], **how)),
         "spearman": magnitudes.with_reasons(correlations),
-        "by_document": {
-            name: magnitudes.by_group(norms, group, names, cosine, clusters, **how)
-            for name, group, names in _groups(data, side)
-        },
-        "by_query": {
-            name: magnitudes.by_group(norms, group[cosine.queries], names, cosine, clusters, of_queries=True, **how)
-            for name, group, names in _groups(data, direction.query_side)
-        },
+        "by_document": {},
+        "by_query": {},
     }
+    for key, of in (("by_document", side), ("by_query", direction.query_side)):
+        for name, values in data.attributes[of].items():
+            if values.dtype == object:
+                names = sorted({v for v in values if v})
+                group = np.array([names.index(v) if v else -1 for v in values])
+            elif name not in UNITS:
+                group, names = magnitudes.number_bins(values)
+            else:
+                continue
+            of_queries = key == "by_query"
+            group = group[cosine.queries] if of_queries else group
+            section[key][name] = magnitudes.by_group(
+                norms, group, names, cosine, clusters, of_queries=of_queries, **how
+            )
     return section, arrays
-
-
-def _groups(data: EvalSet, side: str) -> Iterator[tuple[str, Array, list[str]]]:
-    """(attribute, group number of every row, names of the groups)."""
-    for name, values in data.attributes[side].items():
-        if values.dtype == object:
-            names = sorted({v for v in values if v})
-            place = {v: i for i, v in enumerate(names)}
-            yield name, np.array([place.get(v, -1) for v in values]), names
-        elif name not in UNITS:
-            yield name, *magnitudes.number_bins(values)
 
 
 @contextmanager

@@ -68,15 +68,6 @@ def reversed_exponents(exponents: Exponents) -> Exponents:
     return Exponents(exponents.gamma_d, exponents.gamma_q)
 
 
-def bank_side(direction: Direction) -> str:
-    """Side of the bank that corrects ``direction``: its queries.
-
-    >>> bank_side(Direction.T2I)
-    'text'
-    """
-    return direction.query_side
-
-
 @torch.no_grad()
 def document_offsets(
     document: Tensor, bank: Tensor, exponents: Exponents, alpha: float, block_bytes: int = 64 * 2**20

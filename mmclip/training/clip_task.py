@@ -30,7 +30,6 @@ from mmclip.models import metadata
 from mmclip.models.export import export_clip
 from mmclip.models.factory import ClipModel, build_model
 from mmclip.models.text_encoder import text_precision
-from mmclip.retrieval.hubness import bank_side
 from mmclip.roles import CLIP_DIRECTIONS, SCALE_INIT, Direction, Exponents, direction_weights
 from mmclip.similarity import magnitude
 from mmclip.training.monitors import CLIP_ADVICE, BadSamples
@@ -232,7 +231,7 @@ class ClipTask(Task):
     def evaluate(self, steps: int, seconds: float) -> Iterator[tuple[str, Results]]:
         if self.val is not None:
             trained, config = self.metadata(), self.config
-            sides = {bank_side(d.opposite) for d in metadata.trained_directions(trained)} if config.bank_size else set()
+            sides = {d.document_side for d in metadata.trained_directions(trained)} if config.bank_size else set()
             bank = draw_bank(self.source, sorted(sides), config.bank_size, self.model, self.options, config.seed)
             yield "", self._evaluate(trained, self._about(), bank=bank)
 
