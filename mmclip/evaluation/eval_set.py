@@ -83,10 +83,8 @@ def text_sizes(texts: Sequence[str]) -> dict[str, Array]:
     >>> text_sizes(["a dog", ""])
     {'words': array([2, 0]), 'characters': array([5, 0])}
     """
-    return {
-        "words": np.array([len(t.split()) for t in texts], dtype=np.int64),
-        "characters": np.array([len(t) for t in texts], dtype=np.int64),
-    }
+    sizes = {"words": [len(t.split()) for t in texts], "characters": [len(t) for t in texts]}
+    return {unit: np.array(counts, dtype=np.int64) for unit, counts in sizes.items()}
 
 
 def text_set(collection: BeirCollection, query: Tensor, document: Tensor) -> EvalSet:
@@ -99,9 +97,8 @@ def text_set(collection: BeirCollection, query: Tensor, document: Tensor) -> Eva
     texts = {"query": c.queries, "document": c.documents}
     for side, x in embeddings.items():
         if x.ndim != 2 or len(x) != len(texts[side]):
-            raise UserError(
-                f"{side} embeddings of shape {list(x.shape)}: {len(texts[side])} rows, one a {side}, are needed"
-            )
+            needed = f"{len(texts[side])} rows, one a {side}, are needed"
+            raise UserError(f"{side} embeddings of shape {list(x.shape)}: {needed}")
     sizes = {side: text_sizes(values) for side, values in texts.items()}
     excluded = [(q, d) for q, rows in c.excluded.items() for d in rows]
     for q, d in sorted(set(excluded) & set(map(tuple, c.pairs.tolist()))):
@@ -209,10 +206,9 @@ class EvalSource:
         self, model: ClipModel, options: EncodeOptions, with_distractors: bool = True, seed: int = 0
     ) -> Embeddings:
         """Encode everything once; ``seed``: of the built-in distractors."""
-        main = self.main.embed(model, options, "evaluation")
+        main, distractors = self.main.embed(model, options, "evaluation"), []
         if not with_distractors:
-            return dataclasses.replace(main, distractors=[])
-        distractors = []
+            return main
         for name, source in self.distractors.items():
             extra = source.embed(model, options, name)
             owner = {"image": list(range(len(extra.image))), "text": extra.owners().tolist()}
@@ -234,8 +230,7 @@ class EvalSource:
         readable = self.main.data.subset([row_of[key] for key in main.image_ids])
         corrupted = Corrupted(kind, as_bytes(model.transform()), seed)
         image, bad = encode_images(image_encoder(model), readable, corrupted, options, label=kind)
-        kept = [row for row in range(len(image)) if row not in bad]
-        twins = kind in TWINS
+        kept, twins = [row for row in range(len(image)) if row not in bad], kind in TWINS
         return Distractors(kind, image[kept], mark=mark, owner={"image": kept} if twins else {}, twins=twins)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def load_results(path: str | Path) -> Results:
 
 
 def load_runs(paths: Sequence[str]) -> dict[str, Results]:
-    """Finished runs by :func:`run_names`. Raises UserError as :func:`load_results`."""
+    """Load finished runs by :func:`run_names`. Raises UserError as :func:`load_results`."""
     return {name: load_results(path) for name, path in run_names(paths).items()}
 
 
@@ -182,46 +182,34 @@ def _check(results: Results) -> None:
                 if results.array(f"{pool}/{direction}/{name}").shape != shape:
                     raise ValueError(f"{pool}/{direction}/{name} has not {n} values")
             for numbers in (scorings["cosine"], scorings[NATIVE], *scorings.values()):
-                for name in (*rates, "median_rank", "tied_queries"):
-                    float(numbers[name])
-                for rate in rates:
-                    _interval(numbers["ci"][rate])
+                list(map(float, (numbers[name] for name in (*rates, "median_rank", "tied_queries"))))
+                _optional(numbers["ci"][rate] for rate in rates)
             if CORRECTED in scorings:
                 scorings[CORRECTED]["bank"], scorings[CORRECTED]["bank_size"], scorings[CORRECTED]["transductive"]
         documents = {Direction(direction).document_side for direction in section["retrieval"]}
         for side, norms in section["magnitude"].items():
-            _numbers(norms, "mean", "cv")
+            _optional((norms["mean"], norms["cv"]))
             if side in documents:
                 groups = [g for by in ("by_document", "by_query") for rows in norms[by].values() for g in rows]
-                for group in groups:
-                    _numbers(group, "n", "mean")
-                for effect in (norms["cohens_d"]["topk"], norms["cohens_d"]["corpus"], *(g["topk"] for g in groups)):
-                    if effect is not None:
-                        float(effect["value"])
-                        _interval(effect["ci"])
-                for name in norms["by_document"]:
-                    _numbers(norms["spearman"].get(name) or {"value": 0}, "value")
+                effects = [norms["cohens_d"]["topk"], norms["cohens_d"]["corpus"], *(g["topk"] for g in groups)]
+                correlations = filter(None, (norms["spearman"].get(name) for name in norms["by_document"]))
+                _optional(effect[key] for effect in effects if effect is not None for key in ("value", "ci"))
+                _optional(group[key] for group in groups for key in ("n", "mean"))
+                _optional(correlation["value"] for correlation in correlations)
 
 
-def _interval(ci: Any) -> None:
-    if ci is not None:
-        lo, hi = ci
-        float(hi - lo)
-
-
-def _numbers(section: Json, *names: str) -> None:
-    for name in names:
-        if section[name] is not None:
-            float(section[name])
+def _optional(values: Iterable[Any]) -> None:
+    """Require numbers, intervals of two, or None."""
+    for value in values:
+        lo, hi = value if isinstance(value, list) else (0, 0 if value is None else value)
+        float(hi) - float(lo)
 
 
 def _load_items(path: Path) -> dict[str, list[Any]]:
     """Items of a run; {} where there are none, or the file holds something else: numbers do not need them."""
-    try:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         items = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    for names in ITEMS:
-        if isinstance(items, dict) and all(isinstance(items.get(k), list) for k in names):
-            return {k: items[k] for k in names}
+        for names in ITEMS:
+            if isinstance(items, dict) and all(isinstance(items.get(k), list) for k in names):
+                return {k: items[k] for k in names}
     return {}

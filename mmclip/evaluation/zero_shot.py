@@ -59,10 +59,8 @@ def open_classes(source: str, split: str | None = None) -> Classes:
     Raises:
         UserError: The data set as a whole is unusable.
     """
-    root = Path(source)
-    if source == f"builtin:{CLASSES}":
-        root = build_scene_classes(builtin_root())
-    elif source.startswith("builtin:"):
+    root = build_scene_classes(builtin_root()) if source == f"builtin:{CLASSES}" else Path(source)
+    if source != f"builtin:{CLASSES}" and source.startswith("builtin:"):
         raise UserError(f"--zeroshot-data {printable(source)}: unknown built-in classes; valid: builtin:{CLASSES}")
     if not source.strip() or not is_folder(root):
         raise UserError(f"--zeroshot-data {printable(source)!r}: no such folder; valid: a folder, builtin:{CLASSES}")
@@ -98,9 +96,8 @@ def _lines(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: {reason(error, 80)}; classification needs {NAMES} and {TEMPLATES}, one per line"
-        ) from None
+        needs = f"classification needs {NAMES} and {TEMPLATES}, one per line"
+        raise UserError(f"{path}: {reason(error, 80)}; {needs}") from None
     if "" in lines:
         raise UserError(f"{path}, line {lines.index('') + 1}: empty; one per line is expected")
     return lines
@@ -108,15 +105,12 @@ def _lines(path: Path) -> list[str]:
 
 def _fault(sample: Sample, n_classes: int) -> str | None:
     """Why a sample has no usable label."""
-    if sample.fault is not None:
-        return sample.fault
-    if sample.text is None:
-        return "no label: KEY.cls is missing"
+    if sample.fault is not None or sample.text is None:
+        return sample.fault or "no label: KEY.cls is missing"
     if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", sample.text):
         return f"a label is a whole number, got {printable(sample.text, 40)}"
-    if int(sample.text) >= n_classes:
-        return f"label {int(sample.text)} of {n_classes} classes, which are counted from 0"
-    return None
+    label = int(sample.text)
+    return None if label < n_classes else f"label {label} of {n_classes} classes, which are counted from 0"
 
 
 @dataclass
