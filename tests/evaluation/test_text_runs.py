@@ -17,7 +17,7 @@ from mmclip.evaluation.eval_set import text_set
 from mmclip.evaluation.evaluate import list_scores
 from mmclip.evaluation.trec import measure_run, read_run, write_qrels, write_run
 from mmclip.roles import Direction, Normalization
-from tests.evaluation.test_text_evaluation import QNORM, collection_of, evaluated, vectors_of
+from tests.helpers.evaluating import QNORM, collection_of, evaluated, vectors_of
 
 RATES = ("ndcg@10", "recall@100", "mrr@10", "success@1")
 

@@ -1,4 +1,4 @@
-"""The bank of the correction: drawn by a seed, embedded as the evaluation is, and never the evaluation itself."""
+"""Candidate pools and what cannot be one; the query bank: drawn by a seed, and never the evaluation itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from mmclip.data.image_text import ImageTextData
 from mmclip.data.shards import open_data
 from mmclip.embeddings.encode import EncodeOptions
 from mmclip.embeddings.features import FeatureSource
-from mmclip.embeddings.files import Embeddings, save_embeddings
+from mmclip.embeddings.files import Distractors, Embeddings, save_embeddings
 from mmclip.errors import UserError
-from mmclip.evaluation.eval_set import draw_bank, saved_bank
+from mmclip.evaluation.eval_set import draw_bank, image_text_sets, saved_bank
 from mmclip.models.factory import ClipModel, load_clip
+from tests.helpers.evaluating import DIM, N, eval_data
 
 OPTIONS = EncodeOptions(torch.device("cpu"), batch_size=16, progress=False)
 
@@ -49,25 +50,6 @@ def test_the_bank_holds_rows_of_the_data_drawn_by_the_seed(model: ClipModel, tra
     assert torch.equal(again, bank.vectors["text"]) and not torch.equal(other, again)
 
 
-def test_a_bank_larger_than_its_data_is_all_of_it(model: ClipModel, train: ImageTextData) -> None:
-    bank = draw_bank(FeatureSource(train), ("image",), 10_000, model, OPTIONS)
-    assert len(bank.vectors["image"]) == len(train)
-
-
-def test_cached_trunk_outputs_give_the_same_bank(model: ClipModel, train: ImageTextData, tmp_path: Path) -> None:
-    model.towers.lock("text")
-    try:
-        cached = FeatureSource.open(train, model, OPTIONS, tmp_path, "bank")
-        assert set(cached.cached) == {"text"}
-        live, fast = (
-            draw_bank(s, ("text",), 30, model, OPTIONS).vectors["text"] for s in (FeatureSource(train), cached)
-        )
-    finally:
-        model.towers.requires_grad_(True)
-        model.towers.locked["text"] = False
-    assert torch.allclose(live, fast, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_the_evaluation_set_is_no_bank_under_any_name(model: ClipModel, test: ImageTextData, side: str) -> None:
     part = dataclasses.replace(test.subset(range(5, 15)), path="elsewhere")
@@ -75,11 +57,13 @@ def test_the_evaluation_set_is_no_bank_under_any_name(model: ClipModel, test: Im
         draw_bank(FeatureSource(part), (side,), 50, model, OPTIONS, evaluated=test)
 
 
-def test_captions_that_both_have_are_counted(model: ClipModel, train: ImageTextData, test: ImageTextData) -> None:
+def test_a_bank_larger_than_its_data_is_all_of_it_and_common_captions_are_counted(
+    model: ClipModel, train: ImageTextData, test: ImageTextData
+) -> None:
     known = {c for image in test.captions for c in image}
     expected = sum(c in known for image in train.captions for c in image)
     bank = draw_bank(FeatureSource(train), ("text",), 10_000, model, OPTIONS, evaluated=test)
-    assert bank.overlap == {"text": expected}
+    assert bank.overlap == {"text": expected} and len(bank.vectors["text"]) == sum(map(len, train.captions))
 
 
 def test_an_image_that_cannot_be_read_is_left_out_of_the_bank(
@@ -116,3 +100,31 @@ def test_a_file_that_can_be_no_bank_is_one_line(tmp_path: Path, other: Embedding
     save_embeddings(tmp_path / "x.safetensors", other)
     with pytest.raises(UserError, match=says):
         saved_bank(str(tmp_path / "x.safetensors"), ("text",), 100, saved(0, 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text": torch.ones(600, DIM + 1)}, "text embeddings of shape"),
+        ({"image": torch.full((N, DIM), float("nan"))}, "image embeddings: row 0"),
+        ({"distractors": [Distractors("x", text=torch.full((2, DIM), float("inf")))]}, "x text embeddings: row 0"),
+        ({"distractors": [Distractors("retrieval", image=torch.ones(2, DIM))]}, "'retrieval' twice, or like another"),
+        ({"pairs": torch.empty(0, 2)}, "at least one"),
+        ({"pairs": torch.tensor([[0, 600]])}, "document row 600"),
+        ({"image_ids": ["a"]}, "image_ids has 1 entries"),
+        ({"levels": ["full"]}, "levels has 1"),
+        ({"owner": [N] * 600}, f"owner names image row {N}"),
+    ],
+)
+def test_unusable_data_is_one_line(changes, words):
+    with pytest.raises(UserError, match=words) as error:
+        image_text_sets(eval_data(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_twins_share_their_images_cluster():
+    extra = Distractors("twins", image=torch.randn(3, DIM), owner={"image": [4, 5, 6]}, twins=True)
+    pool = image_text_sets(eval_data(distractors=[extra]))[-1]
+    assert pool.clusters["image"][-3:].tolist() == [4, 5, 6]
+    with pytest.raises(UserError, match=f"one from 0 to {N - 1} for each"):
+        eval_data(distractors=[Distractors("x", image=torch.ones(1, DIM), owner={"image": [N]}, twins=True)])
