@@ -26,14 +26,13 @@ from mmclip.roles import TEXT_DIRECTIONS, Direction
 
 SEED = 0
 Place = tuple[str, Direction]  # candidate pool and direction
-# Of each group of a verdict: percentiles of 8 members cover 95% in nine cases of ten, of 30 in 93 of 100
-MIN_MEMBERS = 30
+MIN_MEMBERS = 30  # of each group of a verdict: percentiles of 8 members cover 95% in nine cases of ten, of 30 in 93%
 ONE_CLUSTER, ONE_QUERY = "all queries belong to one image", "there is only one query"
 METRICS = {False: "success@1", True: "ndcg@10"}  # of a verdict on images and texts, or on text retrieval
 # Training metadata that, with the model, make two runs replicates that differ in the seed
 SAME = (
-    *("loss", "i2t_weight", "norm", "gamma_schedule", "gamma_from", "gamma_start", "gamma_end", "stage2_lr_factor"),
-    *("focal", "norm_drift", "i2t_weight_end"),
+    *("loss", "i2t_weight", "i2t_weight_end", "norm", "gamma_schedule", "gamma_from", "gamma_start", "gamma_end"),
+    *("stage2_lr_factor", "focal", "norm_drift"),
 )
 
 
@@ -46,9 +45,8 @@ def compare(a: Results, b: Results, *, resamples: int = metrics.RESAMPLES, seed:
         UserError: The runs were not evaluated on the same data.
     """
     same_data(a, b)
-    report: Json = {}
-    for pool in [pool for pool in b.pools if pool in a.pools]:
-        report[pool] = {}
+    report: Json = {pool: {} for pool in b.pools if pool in a.pools}
+    for pool in report:
         for direction, scorings in b.pools[pool]["retrieval"].items():
             names = [s for s in scorings if s in a.pools[pool]["retrieval"][direction]]
             rates = metrics.TEXT_RATES if direction in TEXT_DIRECTIONS else metrics.RATES
@@ -92,11 +90,10 @@ def against_first(values: Sequence[Array], *, flips: int = FLIPS, seed: int = 0)
 
 def significance(runs: Mapping[str, Results], scoring: str = NATIVE, metric: str = "ndcg@10") -> dict[str, Json]:
     """:func:`against_first` of finished text runs: name of every run but the first -> its test. Raises UserError."""
-    first, *others = runs.values()
-    for other in others:
-        same_data(first, other)
+    for other in (names := list(runs))[1:]:
+        same_data(runs[names[0]], runs[other])
     values = [r.query_values(MAIN_POOL, "q2d", scoring, metric) for r in runs.values()]
-    return dict(zip(list(runs)[1:], against_first(values), strict=True))
+    return dict(zip(names[1:], against_first(values), strict=True))
 
 
 def _values(runs: Sequence[Results], pool: str, direction: str, scoring: str, metric: str) -> Array:
@@ -183,10 +180,9 @@ def _trained_direction(trained: Json) -> Direction:
 def verdicts(run: Results, control: Results, baseline: Results | None = None) -> list[Json]:
     """Verdicts of all pools on a run that keeps some of its documents' norm and has the control's loss and seed;
     [] for any other run. Raises UserError as :func:`verdict`."""
-    mine, theirs = run.trained_with, control.trained_with
-    if losses_differ(mine, theirs) or mine.get("gamma_d") in (None, 1.0) or seeds_differ(run, control):
-        return []
-    if is_text(mine) and mine.get("loss") == Direction.D2Q:
+    mine = run.trained_with
+    fits = not losses_differ(mine, control.trained_with) and not seeds_differ(run, control)
+    if not fits or mine.get("gamma_d") in (None, 1.0) or (is_text(mine) and mine.get("loss") == Direction.D2Q):
         return []
     return [verdict(run, control, baseline, pool) for pool in run.pools if pool in control.pools]
 
@@ -277,9 +273,8 @@ def same_data(a: Results, b: Results) -> None:
             )
     for pool in a.json.get("pools", {}).keys() & b.json.get("pools", {}).keys():
         if len({str(r.json["pools"][pool].get("fingerprint")) for r in (a, b)}) > 1:
-            raise UserError(
-                f"runs over different distractors: pool {printable(pool, 60)} is not the same in both; evaluate both alike"
-            )
+            same = f"pool {printable(pool, 60)} is not the same in both"
+            raise UserError(f"runs over different distractors cannot be compared: {same}")
 
 
 def _called(run: Results) -> str:

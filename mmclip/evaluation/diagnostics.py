@@ -1,8 +1,7 @@
 """The "diagnostics" section of results.json: norms, hubness, geometry and Fisher matrices of one ranked direction.
 
-:func:`diagnose` composes mmclip.metrics and has no formula of its own but the regression of norms on text length. Roles
-only: a query ranks documents. Cohen's d itself stands in the section "magnitude". ``MEASURES`` are what a reader should
-meet first.
+:func:`diagnose` composes mmclip.metrics and has no formula of its own but the regression of norms on text length.
+Cohen's d itself stands in the section "magnitude". ``MEASURES`` are those that tables show.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def diagnose(
     sides = {"query": query, "document": document}
     norms = {role: magnitude(x.double()).cpu().numpy() for role, x in sides.items()}
     factors = max(mean_norm_factor(query, document, native), TINY)
-    source = "calibrated" if alpha is None else "given"
-    alpha = SCALE_INIT / factors if alpha is None else alpha
+    source, alpha = ("calibrated", SCALE_INIT / factors) if alpha is None else ("given", alpha)
     clusters = data.clusters[direction.query_side][cosine.queries]
     reference: Any = cosine, clusters, data.clusters[direction.document_side]
     how: Any = {"resamples": resamples, "seed": seed}
@@ -204,9 +202,11 @@ def value_at(section: Any, path: list[str]) -> tuple[Any, str | None]:
 def alpha_note(sections: Mapping[str, Any]) -> str | None:
     """Note on directions (name -> diagnostics) whose α was calibrated; None without any."""
     of = [name for name, section in sections.items() if value_at(section, ["scale", "alpha_source"])[0] == "calibrated"]
-    if not of:
-        return None
     return (
-        f"α of {', '.join(of)} is not known (not trained, or not in the file): its effective scale is set to "
-        f"{SCALE_INIT:.3g}, and its entropy and Fisher numbers depend on that"
+        None
+        if not of
+        else (
+            f"α of {', '.join(of)} is not known (not trained, or not in the file): its effective scale is set to "
+            f"{SCALE_INIT:.3g}, and its entropy and Fisher numbers depend on that"
+        )
     )

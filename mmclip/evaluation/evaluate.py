@@ -16,7 +16,6 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from mmclip import metrics as rates
 from mmclip.console import progress_bar
@@ -122,7 +121,7 @@ def evaluate(
             counts[name] = len(judged.queries)
             chance[name] = float(np.diff(judged.offsets).mean() / judged.n_documents)
         for side in data.embeddings.keys() - section["magnitude"].keys():  # never documents here
-            row_norms = _row_norms(data.embeddings[side])
+            row_norms = magnitude(data.embeddings[side].double()).cpu().numpy()
             results.per_query[f"{data.name}/lengths/{side}"] = row_norms.astype(np.float32)
             section["magnitude"][side] = magnitudes.summary(row_norms[rankings["cosine"].queries])
         section["magnitude"] = {side: section["magnitude"][side] for side in data.embeddings}
@@ -250,14 +249,10 @@ def list_scores(data: EvalSet, direction: Direction, ranking: Ranking, exponents
     return ranking.top_scores * kept[:, None]
 
 
-def _row_norms(x: Tensor) -> Array:
-    return magnitude(x.double()).cpu().numpy()
-
-
 def _norms(data: EvalSet, direction: Direction, cosine: Ranking, how: Json) -> tuple[Json, dict[str, Array]]:
     """The "magnitude" section of the side that ``direction`` has as documents, and the arrays of its bootstrap."""
     side, prefix = direction.document_side, direction.value
-    norms = _row_norms(data.embeddings[side])
+    norms = magnitude(data.embeddings[side].double()).cpu().numpy()
     x, level = magnitudes.centred(norms)
     clusters = data.clusters[direction.query_side][cosine.queries]
     arrays = {

@@ -156,7 +156,7 @@ def marchenko_pastur(dim: int, n: int) -> float:
 
 
 def matched_pairs(query_rows: ArrayLike, documents: ArrayLike, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Pairs [P] and [P] -> (query rows [m], document rows [m]) in random order, every query and every document once.
+    """Draw pairs [m], [m] of pairs [P], [P] in random order, every query and every document once.
 
     One random document of each query, then one random query of each document: all that exist where each document
     belongs to one query or each query to one document, nearly all otherwise.
@@ -210,12 +210,12 @@ def fisher_report(
     dim = query.shape[1]
     n = PER_DIMENSION * dim
     size: Json = {"n_available": len(rows), "n_needed": n, "dim": dim}
-    if len(rows) < n:
-        reason = f"{len(rows)} matched pairs: {n} are needed, {PER_DIMENSION} a dimension"
-        return {"status": "undetermined", "reason": reason, **size}
     q, d = query[torch.as_tensor(rows[:n])].double(), document[torch.as_tensor(documents[:n])].double()
-    if empty := int((magnitude(q) == 0).sum() + (magnitude(d) == 0).sum()):
-        return {"status": "undetermined", "reason": f"{empty} sampled vectors have norm 0 and no direction", **size}
+    reason = f"{len(rows)} matched pairs: {n} are needed, {PER_DIMENSION} a dimension" if len(rows) < n else ""
+    if not reason and (empty := int((magnitude(q) == 0).sum() + (magnitude(d) == 0).sum())):
+        reason = f"{empty} sampled vectors have norm 0 and no direction"
+    if reason:
+        return {"status": "undetermined", "reason": reason, **size}
     scale = alpha * mean_norm_factor(q, d, exponents)
     others = documents[n : 2 * n]
     unpaired = [(q, document[torch.as_tensor(others)].double())] if len(others) == n else []

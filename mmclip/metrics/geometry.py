@@ -34,8 +34,7 @@ def _mean_direction(x: Tensor) -> Tensor:
 def anisotropy(x: Tensor) -> tuple[float | None, str | None]:
     """Mean cosine of two different rows of x [N, D], over all pairs, -1 to 1 (Ethayarajh 2019, by sampling).
 
-    The squared norm of the sum of unit vectors holds every pair twice and every vector with itself once:
-    (|sum of units|**2 - N) / (N (N - 1)). A zero vector has cosine 0 with all.
+    That is (|sum of unit vectors|**2 - N) / (N (N - 1)). A zero vector has cosine 0 with all.
 
     >>> round(anisotropy(torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]]))[0], 6)  # cosines 0, 1, 0
     0.333333
@@ -49,8 +48,7 @@ def anisotropy(x: Tensor) -> tuple[float | None, str | None]:
 
 
 def modality_gap(x: Tensor, y: Tensor) -> float:
-    """Distance between the centroids of the unit vectors of two sides, x [N, D] and y [M, D], 0 to 2 (Liang et al.
-    2022, "Mind the Gap")."""
+    """Distance of the centroids of the unit vectors of x [N, D] and y [M, D], 0 to 2 (Liang et al. 2022)."""
     return float(torch.linalg.vector_norm(_mean_direction(x) - _mean_direction(y)))
 
 
@@ -66,11 +64,9 @@ def participation_ratio(eigenvalues: Tensor) -> float:
 def effective_rank(x: Tensor) -> Effect:
     """Number of dimensions that the raw rows of x [N, D] spread over: {"participation", "entropy", "at_most"}.
 
-    participation    tr(C)**2 / |C|_F**2 of the covariance C
+    participation    tr(C)**2 / |C|_F**2 of the covariance C: directions weighed by variance
     entropy          exp(entropy of s / sum s), s the singular values of the centred rows (Roy & Vetterli 2007)
     at_most          min(D, N - 1), which neither can exceed
-
-    The two differ: participation weighs directions by variance, entropy by standard deviation.
     """
     n, dim = x.shape
     mean = torch.stack([b.sum(0, dtype=torch.float64) for b in x.split(BLOCK_ROWS)]).sum(0) / n
@@ -109,11 +105,8 @@ def hubness(top_ids: Array, n_documents: int) -> Effect:
 
 
 def entanglement(query: Tensor, document: Tensor) -> Effect:
-    """Pearson correlation of log(|q| |d|) with cos(q, d) over P relevant pairs, query [P, D] and document [P, D].
-
-    Returns ({"value", "n"}, None). As PACE reports it: near 0 where norm and angle are separate channels, negative
-    where the norm makes up for a wide angle.
-    """
+    """Pearson correlation of log(|q| |d|) with cos(q, d) over relevant pairs, query [P, D] and document [P, D]: PACE's,
+    near 0 where norm and angle are separate channels, negative where the norm makes up for a wide angle."""
     log_norms, cosines = [], []
     for q, d in zip(query.split(BLOCK_ROWS), document.split(BLOCK_ROWS), strict=True):
         log_norms.append((magnitude(q.double()) * magnitude(d.double())).log())
@@ -131,10 +124,7 @@ def entanglement(query: Tensor, document: Tensor) -> Effect:
 def row_entropy(
     query: Tensor, document: Tensor, exponents: Exponents, alpha: float, *, block_bytes: int = BLOCK_BYTES
 ) -> Array:
-    """Entropy in nats, 0 to log N, of each query's softmax over all documents: query [Q, D], document [N, D] -> [Q].
-
-    alpha: the scale of the scores, not the effective scale. 0: all mass on one document; log N: uniform.
-    """
+    """Entropy in nats of each query's softmax over all documents: query [Q, D], document [N, D] -> [Q]; 0 to log N."""
     rows = max(1, block_bytes // (_BYTES_PER_SCORE * len(document)))
     parts = []
     for block in query.split(rows):

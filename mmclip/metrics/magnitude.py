@@ -37,10 +37,10 @@ Effect = tuple[Json | None, str | None]  # a value, or None and the reason
 
 
 def summary(norms: ArrayLike) -> Json:
-    """{"n", "mean", "std", "cv", "quantiles"} of norms [N]; sample standard deviation; None where it does not exist.
+    """{"n", "mean", "std", "cv", "quantiles"} of norms [N]; sample standard deviation; None where undefined.
 
-    >>> summary([3.0, 5.0])["mean"], summary([3.0])["std"], summary([3.0, 5.0, 6.0])["quantiles"]["0.5"]
-    (4.0, None, 5.0)
+    >>> summary([3.0, 5.0])["mean"], summary([3.0])["std"]
+    (4.0, None)
     """
     x = np.asarray(norms, dtype=np.float64)
     mean = float(x.mean()) if len(x) else None
@@ -62,10 +62,8 @@ def split_moments(norms: Array, relevant: Array, counted: Array | bool = True) -
     >>> split_moments(np.array([[2.0, 3.0, 4.0]]), np.array([[True, False, False]]))
     array([[ 1.,  2.,  4.,  2.,  7., 25.]])
     """
-    halves = []
-    for w in ((relevant & counted).astype(np.float64), (~relevant & counted).astype(np.float64)):
-        halves += [w.sum(-1), (w * norms).sum(-1), (w * norms**2).sum(-1)]
-    return np.stack(halves, axis=-1)
+    groups = [(half & counted).astype(np.float64) for half in (relevant, ~relevant)]
+    return np.stack([(w * norms**power).sum(-1) if power else w.sum(-1) for w in groups for power in range(3)], axis=-1)
 
 
 def d_from_moments(moments: Array, level: float | Array) -> Array:
@@ -83,11 +81,10 @@ def d_from_moments(moments: Array, level: float | Array) -> Array:
 def effects(
     moments: Array, level: float, clusters: ArrayLike, *, whats: list[str], resamples: int, seed: int
 ) -> list[Effect]:
-    """Cohen's d of G groups over the same queries, with intervals over clusters.
+    """Cohen's d of G groups over the same queries, with intervals over clusters [Q].
 
     Args:
         moments: [Q, G, 6] of centred norms whose mean was ``level``.
-        clusters: [Q] queries that are drawn together.
         whats: G names of the groups, for reasons.
 
     Returns:
@@ -137,12 +134,10 @@ def cohens_d(
     """d of the documents' norms [N] on every reference set: {"topk", "corpus", "pairs"}, each as :func:`effects`.
 
     Args:
-        norms: [N].
         cosine: The ranking by cosine, which lists the k best.
         clusters: [Q] of its queries, for topk and pairs.
         document_clusters: [N], for corpus. Its interval draws documents: drawing queries would call a relevant document
             irrelevant whenever its queries were not drawn.
-        resamples, seed: Of the bootstrap.
     """
     x, level = centred(norms)
     how: Any = {"resamples": resamples, "seed": seed}
@@ -271,13 +266,9 @@ def by_group(
     """{"group", "n", "mean", "topk"} of each group: its size, the mean norm, and d(topk) within it.
 
     Args:
-        norms: [N] of the documents.
+        norms, cosine, clusters: As of :func:`cohens_d`.
         group: Numbers of ``names``, -1 for none: [N] of documents, or with ``of_queries`` [Q] of queries, whose "mean"
             is that of their relevant documents among the k best.
-        names: Names of the groups.
-        cosine: The ranking by cosine, which lists the k best.
-        clusters: [Q] of its queries.
-        of_queries: Whether queries are grouped.
         how: resamples and seed.
     """
     if not names:

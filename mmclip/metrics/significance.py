@@ -47,7 +47,7 @@ def randomization_p(a: ArrayLike, b: ArrayLike, *, flips: int = FLIPS, seed: int
 
 
 def smallest_detectable(a: ArrayLike, b: ArrayLike) -> float | None:
-    """The smallest true difference that the same queries would most likely show: a [Q], b [Q]; None of one query.
+    """Smallest detectable mean difference over the same queries: a [Q], b [Q]; None of one query.
 
     >>> round(smallest_detectable([0.0] * 100, [0.1, -0.1] * 50), 4)
     0.0281

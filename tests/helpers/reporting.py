@@ -104,8 +104,7 @@ def text_run(
     native: Exponents = QNORM, loss: str = "q2d", seed: int = 0, model: str = "m", documents: int = 90, **facts: Any
 ) -> Results:
     """An evaluation of 60 queries over ``documents``."""
-    from tests.helpers.evaluating import collection_of, vectors_of
-    from tests.helpers.evaluating import evaluate_text
+    from tests.helpers.evaluating import collection_of, evaluate_text, vectors_of
 
     c = collection_of(n_q=60, n_d=documents, seed=1, notes=[HOSTILE])
     _, document = vectors_of(c, 1)

@@ -24,7 +24,7 @@ HOW = {"resamples": 200, "seed": 0}
 
 
 def planted(factor: float, spread: float = 0.1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """(query, document, pairs): each query has ten documents around it, the first relevant; lengths are normal about 1
+    """(query, document, pairs): each query has ten documents around it, the first relevant; norms are normal about 1
     whatever the angles, and those of the relevant then ``factor`` times as long."""
     gen = torch.Generator().manual_seed(seed)
     query = torch.randn(QUERIES, DIM, generator=gen)
@@ -65,24 +65,17 @@ def test_relevant_documents_longer_by_a_known_factor_are_found_at_that_factor(fa
     assert np.sign(section["relevance_count"]["value"]) == np.sign(factor - 1) or factor == 1
 
 
-def test_relevance_moved_to_other_documents_finds_nothing():
+def test_relevance_moved_to_other_documents_finds_nothing_and_moved_to_other_queries_the_same():
     query, document, pairs = planted(1.5)
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        moved = np.column_stack([pairs[:, 0], rng.choice(len(document), QUERIES, replace=False)])
-        section, _ = run(query, document, moved, fisher=False)
-        for name in ("corpus", "pairs"):
-            assert section["auc"][name]["value"] == pytest.approx(0.5, abs=0.06)
-        assert abs(section["relevance_count"]["value"]) < 0.06
-
-
-def test_pairs_permuted_among_the_queries_keep_what_length_says_of_a_document():
-    # length belongs to a document, not to a pair: which query it answers is nothing that corpus and pairs can see
-    query, document, pairs = planted(1.5)
+    rng = np.random.default_rng(0)
+    moved = np.column_stack([pairs[:, 0], rng.choice(len(document), QUERIES, replace=False)])
+    # norm belongs to a document, not to a pair: corpus and pairs cannot depend on the query to which it is relevant
     permuted = np.column_stack([pairs[:, 0], np.roll(pairs[:, 1], 7)])
-    one, other = (run(query, document, p, fisher=False)[0] for p in (pairs, permuted))
+    one, null, other = (run(query, document, p, fisher=False)[0] for p in (pairs, moved, permuted))
     for name in ("corpus", "pairs"):
+        assert null["auc"][name]["value"] == pytest.approx(0.5, abs=0.06)
         assert one["auc"][name]["value"] == pytest.approx(other["auc"][name]["value"])
+    assert abs(null["relevance_count"]["value"]) < 0.06
     assert one["relevance_count"] == other["relevance_count"]
 
 
@@ -123,12 +116,6 @@ def test_every_scoring_is_taken_at_natives_effective_scale():
     assert section["row_entropy"]["dot"]["mean"] == pytest.approx(stats.entropy(p, axis=1).mean(), rel=1e-4)
 
 
-def test_entropy_is_of_a_sample_whose_size_is_told(monkeypatch):
-    monkeypatch.setattr(module, "ENTROPY_QUERIES", 50)
-    section, _ = run(*planted(1.2), fisher=False)
-    assert {row["n_queries"] for row in section["row_entropy"].values()} == {50}
-
-
 def test_length_that_only_follows_the_text_is_gone_without_it():
     query, document, pairs = planted(1.0, spread=0.01)
     rng = np.random.default_rng(0)
@@ -157,15 +144,17 @@ def test_length_beyond_the_text_stays():
     assert without_text_length(own, {"words": words}) == (None, "1 of 500 documents have no text")
 
 
-def test_only_queries_with_a_relevant_document_are_looked_at():
+def test_only_queries_with_a_relevant_document_count_and_entropy_is_of_a_sample(monkeypatch):
     query, document, pairs = planted(1.2)
-    unasked = torch.cat([torch.full((3, DIM), 1e3), query])
+    more = torch.cat([torch.full((3, DIM), 1e3), query])
     words = {"query": {"words": np.concatenate([[99, 99, 99], np.arange(QUERIES)])}}
-    moved, _ = run(unasked, document, pairs + np.array([3, 0]), fisher=False, text_length=words)
+    moved, _ = run(more, document, pairs + np.array([3, 0]), fisher=False, text_length=words)
+    monkeypatch.setattr(module, "ENTROPY_QUERIES", 50)
     alone, _ = run(query, document, pairs, fisher=False, text_length={"query": {"words": np.arange(QUERIES)}})
     assert moved["magnitude"] == alone["magnitude"]
     assert moved["text_length"] == alone["text_length"]
     assert moved["modality_gap"] == pytest.approx(alone["modality_gap"])
+    assert {row["n_queries"] for row in alone["row_entropy"].values()} == {50}
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
