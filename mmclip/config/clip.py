@@ -30,7 +30,7 @@ Pairs = Annotated[int, t.Check("2 or more pairs: a single pair has no rival", la
 
 
 def parse_aug_cfg(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """KEY=VALUE pairs for open_clip's AugmentationCfg: numbers become floats, 'a,b' a tuple. Errors: UserError.
+    """KEY=VALUE pairs for open_clip's AugmentationCfg: floats, or tuples. Errors: UserError.
 
     >>> parse_aug_cfg(["scale=0.9,1.0"])
     {'scale': (0.9, 1.0)}

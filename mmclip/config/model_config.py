@@ -1,4 +1,4 @@
-"""Model names, open_clip model configs and mmclip.json, read and checked before anything is loaded (no torch)."""
+"""Model names, open_clip model configs and mmclip.json, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def check_sizes(where: str, model_cfg: dict[str, Any]) -> None:
 
 
 def _patches_and_weights(vision: dict[str, Any], text: dict[str, Any]) -> tuple[int, float]:
-    """(patches of an image, lower bound of the weights); (0, 0) where timm or Hugging Face defines the sizes."""
+    """(patches of an image, lower bound of the weights); 0 of towers of timm or Hugging Face."""
 
     def size(tower: dict[str, Any], name: str, default: Any) -> Any:
         return default if tower.get(name) is None else tower[name]
@@ -153,7 +153,7 @@ def find_model_config(model: str) -> Path:
 
 
 def export_folder(run: str) -> Path:
-    """The model folder of --init-from, a finished run or its model folder (UserError where there is none)."""
+    """The model folder of --init-from, a finished run or its model folder. Errors: UserError."""
     for folder in (Path(run) / "model", Path(run)):
         if (folder / "open_clip_config.json").is_file():
             return folder
@@ -167,13 +167,13 @@ def weights_of(folder: Path) -> Path | None:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """mmclip.json of an exported model, {} for a folder without it (UserError for values of the wrong kind)."""
+    """mmclip.json of an exported model, {} for a folder without it. Errors: UserError."""
     path = folder / "mmclip.json"
     return check_metadata(read_json(path), str(path)) if path.is_file() else {}
 
 
 def check_metadata(metadata: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return ``metadata`` unchanged (UserError naming the file ``where`` for a value of the wrong kind)."""
+    """Return ``metadata`` if its values are of the right kind. Errors: UserError with ``where``."""
     for name, value in metadata.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         expected = None

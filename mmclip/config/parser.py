@@ -1,4 +1,4 @@
-"""A config class is a command line and a settings file: names, types, ranges, defaults and help come from its fields.
+"""A config class is a command line and a settings file, both made from its fields.
 
 tyro splits the command line and prints the help; the texts of flags and of YAML files become values in one function,
 `convert`. Nothing here imports torch, so that a wrong flag is one line before anything heavy is loaded.
@@ -95,7 +95,7 @@ def _flags(cls: type) -> dict[str, Flag]:
 
 @dataclass_transform(field_specifiers=(dataclasses.field,))
 class Config:
-    """Base of configs and of their sections, which are dataclasses. Errors: UserError for a value that is not valid.
+    """Base of configs and of their sections, which are dataclasses. Errors: UserError.
 
     A section states its rules: ``required`` and ``needs`` name a field and why it, or another one of certain values,
     must be set beside it; ``excludes`` are two fields and why they exclude each other; check() is for all else.
@@ -161,7 +161,7 @@ C = TypeVar("C", bound=Config)
 
 
 def convert(flag: Flag, value: Any, where: str) -> Any:
-    """The value of a field from text, a list of texts, or None; other values stay. Errors: UserError with ``where``."""
+    """The value of a field from text, texts or None; others stay. Errors: UserError."""
     if flag.many and isinstance(value, list | tuple):
         return [convert(flag._replace(many=False), item, where) for item in value]
     if value is None and flag.optional:
@@ -189,7 +189,7 @@ def convert(flag: Flag, value: Any, where: str) -> Any:
 
 
 class _Texts(yaml.BaseLoader):
-    """YAML's structure alone: every scalar but null stays text, - in names becomes _, none may stand twice."""
+    """YAML's structure alone: scalars but null stay text, - in names becomes _, no name twice."""
 
     def mapping(self, node: yaml.Node) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
@@ -207,7 +207,7 @@ _Texts.add_constructor("tag:yaml.org,2002:map", _Texts.mapping)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a file, of texts, None, lists and mappings; no object is built. Errors: UserError."""
+    """The mapping in a file, of texts, None, lists and mappings alone. Errors: UserError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -230,7 +230,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def values_of(cls: type[Config], mapping: Mapping[str, Any], where: str | Path = "settings") -> dict[str, Any]:
-    """Typed values of a mapping; ${NAME} and ${NAME:-default} come from the environment. Errors: UserError."""
+    """Typed values of a mapping, with ${NAME} and ${NAME:-default} filled in. Errors: UserError."""
     flags, values = cls.flags, {}
     for name, value in mapping.items():
         if name not in flags:
@@ -257,7 +257,7 @@ def _expanded(value: Any, flag: Flag, where: str) -> Any:
 
 
 def from_settings(cls: type[C], mapping: Mapping[str, Any], where: str | Path = "settings") -> C:
-    """A checked config from a mapping of texts or values; what it leaves out has its default. Errors: UserError."""
+    """A checked config from a mapping of texts or values, else defaults. Errors: UserError."""
     return cls(**values_of(cls, mapping, where))
 
 
@@ -267,7 +267,7 @@ def load_config(cls: type[C], path: str | Path) -> C:
 
 
 def find_config(name: str, study: bool = False, source: str = "--config") -> Path:
-    """A settings file by its path, or by its bare name in configs/. Errors: UserError with the valid names."""
+    """A settings file by its path, or its bare name in configs/. Errors: UserError."""
     for candidate in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
@@ -279,7 +279,7 @@ def find_config(name: str, study: bool = False, source: str = "--config") -> Pat
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, prog: str | None = None) -> C:
-    """Flags over settings file over defaults, as a checked config. Errors: UserError; --help leaves with code 0."""
+    """Flags over settings file over defaults, checked; --help leaves with 0. Errors: UserError."""
     flags = _split(cls, list(sys.argv[1:] if argv is None else argv), prog)
     file = flags.pop("config", None) if cls.has_config_file else None
     path = find_config(file) if file is not None else cls.default_file(flags)
@@ -315,7 +315,7 @@ def _split(cls: type[Config], argv: list[str], prog: str | None) -> dict[str, An
 
 
 def _shape(cls: type[Config], flags: Mapping[str, Flag], docs: Mapping[str, str]) -> Any:
-    """A dataclass of the sections for tyro. Values stay lists of texts, so that tyro has nothing to refuse."""
+    """A dataclass of the sections for tyro, whose values stay lists of texts."""
     import tyro
     from tyro.constructors import PrimitiveConstructorSpec
 
@@ -348,7 +348,7 @@ def _field_docs(cls: type[Config]) -> dict[str, str]:
 
 
 def _description(cls: type[Config], docs: Mapping[str, str]) -> str:
-    """A sentence, the examples, the flags that are used most, and whatever else the class's docstring says."""
+    """The class's docstring, with the flags that are used most after its examples."""
     sentence, examples, *more = inspect.cleandoc(str(cls.__doc__)).split("\n\n")
     lines = [f"  --{name.replace('_', '-'):17}{docs[name].partition('. ')[0]}" for name in cls.most_used.split()]
     return "\n\n".join([sentence, examples, *(["\n".join(["Most used:", *lines])] if lines else []), *more])

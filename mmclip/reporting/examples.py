@@ -66,7 +66,7 @@ class Example(NamedTuple):
 
 
 def examples(run: ReportRun) -> tuple[str, list[Example], str | None]:
-    """(the scoring that ranks, examples of both directions, None or a sentence on what is missing).
+    """(the scoring that ranks, examples of both directions, a sentence on what is missing or None).
 
     Without pictures the examples hold their keys; without the arrays there are none.
     """

@@ -1,4 +1,4 @@
-"""Every picture: trade-offs, norms by relevance, training curves, and a study's frontier, heat maps and data shares.
+"""Every picture: trade-offs, norms by relevance, training curves, and those of a study.
 
 A picture is one SVG for light and dark: it is drawn in light colours, and a style sheet exchanges them for dark ones
 where the reader prefers those. Colours mean runs (or arms), and nothing else.
@@ -70,7 +70,7 @@ class Picture:
 
 
 def style_sheet() -> Markup:
-    """CSS that pictures need: their font, dark colours in the place of light ones; and .r0, .r1, …: runs' colours."""
+    """CSS of pictures: font, dark colours in the place of light ones; .r0, .r1, …: runs' colours."""
     rules = "".join(
         f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
         for light, dark in DARK.items()
@@ -99,7 +99,7 @@ def new_figure(width: float, height: float, xlabel: str = "", ylabel: str = "") 
 
 
 def write_picture(figure: Figure, folder: Path, name: str, alt: str, caption: str) -> Picture:
-    """Write ``folder``/NAME.svg and return it as an element of a page; ``alt`` says what it shows."""
+    """Write ``folder``/NAME.svg and return it as an element of a page; ``alt``: what it shows."""
     import matplotlib
 
     text = io.StringIO()
@@ -136,7 +136,7 @@ def _save(figure: Figure, to: Any, **how: Any) -> None:
 
 
 def legend_label(name: str) -> str:
-    """A run's name as matplotlib shows it: "$" would open mathematics, and a leading "_" would hide the run.
+    """A run's name for matplotlib: "$" would open mathematics, a leading "_" would hide the run.
 
     >>> legend_label("_$x$")
     ' _\\\\$x\\\\$'
@@ -214,7 +214,7 @@ def _point(results: Results, scoring: str, pool: str) -> list[Json] | None:
 
 
 def norms_figure(relevant: Array, irrelevant: Array, side: str, colour: str = RUNS[0]) -> Figure:
-    """Histograms of norms, each of area 1: relevant [n] in the run's colour, irrelevant [m] grey; any may be empty."""
+    """Histograms of norms, each of area 1: relevant [n] coloured, irrelevant [m] grey."""
     figure, axes = new_figure(WIDTH, HEIGHT, f"norm of the {side} embedding", "density")
     both = np.concatenate([relevant, irrelevant])
     lo, hi = np.quantile(both, [0.002, 0.998]) if len(both) else (0.0, 1.0)
@@ -230,7 +230,7 @@ def norms_figure(relevant: Array, irrelevant: Array, side: str, colour: str = RU
 
 
 def scatter_figure(norms: Array, cosines: Array, relevant: Array, side: str, colour: str = RUNS[0]) -> Figure:
-    """Cosine with the query against the document's norm; norms, cosines and relevant (bool) all [Q, k]."""
+    """Cosine with the query against the document's norm; all three arrays [Q, k]."""
     figure, axes = new_figure(WIDTH, HEIGHT, f"norm of the {side} embedding", "cosine with the query")
     rng = np.random.default_rng(0)
     handles = []
@@ -246,7 +246,7 @@ def scatter_figure(norms: Array, cosines: Array, relevant: Array, side: str, col
 
 
 class Series(NamedTuple):
-    """A curve: ``run`` is its run's number (its colour); ``dashed`` tells two curves of one run apart."""
+    """A curve: ``run`` is its run's number (its colour); ``dashed`` marks a run's second curve."""
 
     label: str
     run: int
@@ -256,7 +256,7 @@ class Series(NamedTuple):
 
 
 def curves_figure(series: Sequence[Series], ylabel: str) -> Figure:
-    """Curves over training steps; a label "" is no entry of the legend, and points are marked where they are few."""
+    """Curves over training steps; a label "" is no entry of the legend, few points are marked."""
     labels = sum(bool(one.label) for one in series)
     figure, axes = new_figure(WIDTH, HEIGHT + 0.18 * max(-(-labels // 2) - 2, 0), "step", ylabel)
     handles = []
@@ -290,7 +290,7 @@ _PANELS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def norm_pictures(run: ReportRun, folder: Path) -> dict[str, list[Picture]]:
-    """Direction -> [histograms of its documents' norms, scatter of cosine against norm]; {} without the arrays."""
+    """Direction -> [histograms of documents' norms, cosine against norm]; {} without the arrays."""
     pictures = {}
     for direction in reversed(CLIP_DIRECTIONS):
         arrays = _best_norms(run, direction)
@@ -389,7 +389,7 @@ class Point(NamedTuple):
 
 
 def colours() -> Any:
-    """viridis, perceptually uniform, less the ends that are lost on dark and on light paper, in 32 steps."""
+    """viridis in 32 steps, less the ends that are lost on dark and on light paper."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -413,7 +413,7 @@ def _light(colour: Sequence[float]) -> float:
 
 
 def frontier_figure(points: Sequence[Point], share: float) -> Figure:
-    """R@1 of t2i across, of i2t up; λ of qnorm arms as colour. :func:`named_points` have their numbers in them."""
+    """R@1 of t2i across, of i2t up; λ of qnorm arms as colour. Named points hold their numbers."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.lines import Line2D
 
@@ -455,7 +455,7 @@ def frontier_figure(points: Sequence[Point], share: float) -> Figure:
 
 
 def heat_figure(names: Sequence[str], scorings: Sequence[str], values: Array, top: float) -> Figure:
-    """R@1 of arms, down, by scorings, across: values [A, S], NaN where there is none; ``top``: of the colours."""
+    """R@1 of arms, down, by scorings, across: values [A, S] or NaN; colours range to ``top``."""
     labels = [legend_label(name) for name in names]
     figure, axes = new_figure(4.3 + 0.062 * max(map(len, labels)), 0.7 + 0.235 * len(names))
     axes.grid(False)
@@ -474,7 +474,7 @@ def heat_figure(names: Sequence[str], scorings: Sequence[str], values: Array, to
 
 
 def fractions_figure(rows: Sequence[Json]) -> Figure:
-    """R@1 over the share of the training data, a curve a setting and scoring; bars are one sd over seeds."""
+    """R@1 over the share of training data, a curve a setting and scoring; bars: sd over seeds."""
     curves: dict[tuple[str, str], list[Json]] = {}
     for row in rows:
         if row["success@1_mean"] is not None:
@@ -504,7 +504,7 @@ def intervals_figure(
     xlabel: str,
     limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """Differences across, a label a line: each with its interval, and a band of half width ``bands`` around 0."""
+    """Differences with their intervals, a label a line, and bands of half width ``bands`` around 0."""
     figure, axes = new_figure(5.0, 0.9 + 0.34 * len(labels), xlabel)
     axes.barh(range(len(labels)), np.multiply(bands, 2), 0.62, np.negative(bands), color=SOFT, alpha=0.25, linewidth=0)
     for y, (value, ci) in enumerate(zip(values, cis, strict=True)):

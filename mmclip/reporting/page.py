@@ -1,4 +1,4 @@
-"""One page for one run or several: what it means, the pictures that show it, then numbers folded by pool.
+"""One page for one run or several: what it means, pictures, then numbers folded by pool.
 
 The page is one file that needs nothing else: its pictures are in it, and lie beside it as SVG for other uses. It runs
 no script and loads nothing; text from data is escaped, and its own policy would stop what was not.
@@ -68,7 +68,7 @@ class ReportRun:
 
 
 def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
-    """Finished runs by name, a folder or a results.json each. Errors: UserError, as of ``load_results``."""
+    """Finished runs by name, a folder or results.json each. Errors: as of ``load_results``."""
     read = []
     for number, (name, place) in enumerate(runs.items()):
         folder = Path(place) if Path(place).is_dir() else Path(place).parent
@@ -79,7 +79,7 @@ def read_runs(runs: Mapping[str, str | Path]) -> list[ReportRun]:
 
 
 def read_lines(path: Path) -> list[Json]:
-    """Objects of metrics.jsonl that have a step, by rising step; torn or odd lines are passed over."""
+    """Objects of metrics.jsonl that have a step, by rising step; torn or odd lines are skipped."""
     lines: list[Json] = []
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         for text in islice(file, MAX_LINES):
@@ -98,7 +98,7 @@ def read_settings(folder: Path) -> Json | None:
 
 
 def read_items(results: Results) -> Items | None:
-    """Content of items.json; None where there was none, or it is not of as many rows as the results say."""
+    """Content of items.json; None without one, or where its rows are not those of the results."""
     with suppress(ValueError, KeyError, TypeError):
         keys, captions, owner = (results.items[k] for k in ("image_keys", "captions", "owner"))
         n, m = (results.json["data"][f"n_{side}"] for side in ("images", "texts"))
@@ -148,7 +148,7 @@ def page_environment() -> Environment:
 
 
 def _content(runs: Sequence[ReportRun], folder: Path, control: Results | None, baseline: Results | None) -> Json:
-    """What the template shows. The runs are refused, where they must be, before anything is written."""
+    """What the template shows. Runs are refused, where they must be, before a file is written."""
     results = {run.name: run.results for run in runs}
     changes = tables.differences(results)
     main = next(run for run in runs if run.name == judged(results))

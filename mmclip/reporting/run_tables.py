@@ -1,4 +1,4 @@
-"""Tables of one run or of several over the same data, of images and texts or of text: for terminal and page alike.
+"""Tables of one run or of several over the same data, for terminal and page alike.
 
 Runs come as name -> results, the first being the one that others are compared with. R@k is success@k: a relevant
 document among the best k. Where a query has one relevant document that is its recall; "share of relevant" is recall.
@@ -40,7 +40,7 @@ _NOISE = "~ within noise: the paired 95% interval of the difference holds 0."
 
 
 def run_tables(runs: Runs, groups: bool = False) -> list[Table]:
-    """Every table of runs over the same data; ``groups``: also norms by caption length, level and object count.
+    """Every table of runs over the same data; ``groups``: also norms by attributes of the items.
 
     Errors: UserError where the runs were not evaluated on the same data.
     """
@@ -55,7 +55,7 @@ def run_tables(runs: Runs, groups: bool = False) -> list[Table]:
 
 
 def comparison_tables(runs: Runs) -> list[Table]:
-    """The runs side by side in every pool, differences to the first, and runs that differ in their seed together.
+    """The runs side by side in every pool with differences to the first, and means over seeds.
 
     Errors: UserError where the runs were not evaluated on the same data.
     """
@@ -67,7 +67,7 @@ def comparison_tables(runs: Runs) -> list[Table]:
 
 
 def differences(runs: Runs) -> dict[str, Json]:
-    """Name -> :func:`compare` of every run but the first with it; of text with p and the smallest detectable effect."""
+    """Name -> :func:`compare` of a run with the first; of text with p and detectable effect."""
     (_, first), *others = runs.items()
     changes = {name: compare(first, run) for name, run in others}
     if others and directions(runs) == ["q2d"]:
@@ -103,7 +103,7 @@ def metric_cell(numbers: Json | None, metric: str, bar: bool = False) -> Cell:
 
 
 def overview(runs: Runs, pool: str = MAIN_POOL, changes: Mapping[str, Json] | None = None) -> Table:
-    """The main metric of every run natively, by cosine and corrected, beside its difference to the first run.
+    """The main metric of every run by its main scorings, beside its difference to the first run.
 
     Bars have one scale, from 0 to the tenth above the largest end of an interval.
     """
@@ -186,7 +186,7 @@ def _retrieval_notes(run: Results, pool: str, direction: str) -> Iterable[str]:
 
 
 def seeds_table(runs: Runs, pool: str) -> Table | None:
-    """R@1 of runs that differ in their seed only, in every direction; None where there are no such runs."""
+    """R@1 of runs that differ in their seed only, in every direction; None without such runs."""
     groups = group_by_seed(runs)
     if not groups:
         return None
@@ -206,7 +206,7 @@ def seeds_table(runs: Runs, pool: str) -> Table | None:
 
 
 def norms_table(runs: Runs, pool: str) -> Table:
-    """Mean norm and CV of each side of every run, and Cohen's d by reference set where the side holds documents."""
+    """Mean norm and CV of each side of every run, and Cohen's d by reference set of documents."""
     ranked = {Direction(d).document_side: d for d in directions(runs)}
     rows, notes = [], dict[str, list[str]]()
     for name, run in runs.items():
@@ -223,7 +223,7 @@ def norms_table(runs: Runs, pool: str) -> Table:
 
 
 def groups_table(runs: Runs, side: str, attribute: str, by: str = "by_document", pool: str = MAIN_POOL) -> Table | None:
-    """Mean norm and d (top 10) of a side's documents by an attribute of theirs, or of the queries (``by_query``).
+    """Mean norm and d (top 10) of a side's documents by an attribute of theirs, or of queries.
 
     None where the data does not have the attribute.
     """
@@ -294,7 +294,7 @@ def _flat(section: Json, prefix: str = "") -> dict[str, Cell]:
 
 
 def settings_tables(runs: Runs, settings: Mapping[str, Json | None]) -> tuple[Table, Table]:
-    """(settings that differ, all the others) of runs: of config.yaml, and what results.json tells of the training."""
+    """(settings that differ, all the others) of runs, of config.yaml and results.json."""
     cells = {name: _settings(run.json, settings.get(name)) for name, run in runs.items()}
     names = list(dict.fromkeys(name for one in cells.values() for name in one))
     rows = {name: [one.get(name, text_cell(None)) for one in cells.values()] for name in names}
@@ -346,7 +346,7 @@ def verdict_lines(verdicts: Iterable[Json]) -> list[str]:
 
 
 def encoded_unlike(runs: Runs) -> str | None:
-    """What text runs differ in beside their weights: the same texts, cut or prompted otherwise. None where nothing."""
+    """How text runs cut or prompt the same texts differently; None where they do not."""
     how = {}
     for name, run in runs.items():
         tokens, prompts = run.json.get("lengths") or {}, run.json.get("prompts") or {}

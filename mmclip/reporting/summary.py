@@ -1,4 +1,4 @@
-"""What a run or a comparison means: the few plain lines that every command ends with and every page opens with."""
+"""What a run or a comparison means: the lines that commands end with and pages open with."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def print_ending(
 
 
 def served(run: Results, direction: str) -> str:
-    """Scoring that serves a direction: native where it was trained, corrected where only its opposite was."""
+    """Scoring that serves a direction: corrected where only its opposite was trained, else native."""
     try:
         trained = [d.value for d in trained_directions(run.json.get("trained_with") or {})]
     except UserError:

@@ -1,4 +1,4 @@
-"""One table for a terminal, a page and a file: cells with their intervals, and how numbers are written.
+"""One table for terminal, page and file: cells with intervals, and how numbers are written.
 
 Rates are fractions without the leading zero. Text from data is plain text everywhere: escaped in HTML, no markup in a
 terminal, on one line.
@@ -123,7 +123,7 @@ class Table:
         return Markup(module.table(self, kind, colours or {}))
 
     def to_csv(self, path: Path) -> Path:
-        """Write the columns and rows as plain values in full precision, "" where a value does not exist.
+        """Write columns and rows as plain values in full precision, "" where a value does not exist.
 
         Errors: UserError where the file cannot be written.
         """
@@ -157,7 +157,7 @@ def templates() -> Environment:
 
 
 def make_console(file: IO[str] | None = None) -> Console:
-    """Console on ``file`` (stdout): colours only where it is a terminal, and never too narrow for the tables."""
+    """Console on ``file`` (stdout), with colours on a terminal alone, wide enough for the tables."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     console.width = max(console.width, MIN_WIDTH)
     return console
@@ -261,7 +261,7 @@ def change_cell(change: Json | None) -> Cell:
 
 
 def value_cell(value: object, effect: bool = False) -> Cell:
-    """A number, or {"value", "ci"} with its interval; ``effect``: a signed effect size with two digits."""
+    """A number, or {"value", "ci"}; ``effect``: a signed effect size with two digits."""
     value, ci = (value.get("value"), value.get("ci")) if isinstance(value, Mapping) else (value, None)
     if not is_number(value):
         return Cell(NO, kind="none")
