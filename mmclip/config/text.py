@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Annotated
 
@@ -146,10 +147,8 @@ class StsConfig(OptimizationConfig, TextModelConfig):
     def __post_init__(self) -> None:
         self.norms, self.seeds = list(dict.fromkeys(self.norms)), list(dict.fromkeys(self.seeds))
         if self.scale not in (None, AUTO):
-            try:
-                self.scale = float(self.scale)
-            except (TypeError, ValueError):
-                self.scale = -1.0 if self.scale is None else self.scale
+            with contextlib.suppress(ValueError):
+                self.scale = float(str(self.scale))
             if not isinstance(self.scale, float) or not 0 < self.scale < float("inf"):
                 raise UserError(f"--scale {printable(self.scale, 60)}: expected a number above 0, or {AUTO}")
         super().__post_init__()

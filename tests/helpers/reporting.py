@@ -76,16 +76,12 @@ def printed(*tables: Table) -> str:
     return out.getvalue()
 
 
-def clip_run(native: Exponents, loss: str, name: str = "m", seed: int = 0, ones: int = 0) -> Results:
-    """An evaluation with levels, object counts and distractors; ``ones``: of so many equal vectors instead."""
+def clip_run(native: Exponents, loss: str, name: str = "m", seed: int = 0) -> Results:
+    """An evaluation with levels, object counts and distractors."""
     gen = torch.Generator().manual_seed(0)
     image = torch.randn(N, 12, generator=gen)
     text = image.repeat_interleave(2, 0) + torch.randn(2 * N, 12, generator=gen)
     own = torch.Generator().manual_seed(seed)
-    if ones:
-        x, names = torch.ones(ones, 3), [str(i) for i in range(ones)]
-        data = Embeddings(x, x, torch.tensor([[i, i] for i in range(ones)]), names, names)
-        return evaluate_clip(data, native, {"model": name}, resamples=10)
     extra = Distractors("distractors", torch.randn(9, 12, generator=gen), torch.randn(9, 12, generator=gen) * 50)
     data = Embeddings(
         image=image * (1 + torch.rand(N, 1, generator=own)),

@@ -36,9 +36,17 @@ def test_a_comparison_ends_with_nine_lines_at_most_and_its_differences(runs):
     assert lines[6].startswith("norms") and "not shown to be" in lines[6]
 
 
-def test_the_same_run_is_within_noise_of_itself(runs):
-    same = {"a": runs["baseline"], "b": runs["baseline"]}
-    assert fact(summarize(same), "answer") == "b against a: within noise in both directions"
+@pytest.mark.parametrize(
+    ("named", "subject", "answer"),
+    [
+        ({"a": "baseline", "b": "baseline"}, None, "b against a: within noise in both directions"),
+        ({"new": "control", "old": "baseline"}, "new", "new against old: "),
+        ({"q": "qnorm"}, None, "ranking with norms against ranking by cosine: "),
+        ({"b": "baseline"}, None, "ranking by dot against cosine: "),
+    ],
+)
+def test_a_run_is_held_against_another_or_its_own_cosine_or_dot(runs, named, subject, answer):
+    assert fact(summarize({n: runs[of] for n, of in named.items()}, subject), "answer").startswith(answer)
 
 
 def test_corrected_scores_are_held_against_corrected_ones_where_there_are(runs):
@@ -53,13 +61,6 @@ def test_the_judged_run_keeps_norms_or_is_the_second(runs):
     assert judged(runs) == "qnorm"
     assert judged({"control": runs["control"], "baseline": runs["baseline"]}) == "baseline"
     assert judged({"qnorm": runs["qnorm"]}) == "qnorm"
-    new = summarize({"new": runs["control"], "old": runs["baseline"]}, subject="new")
-    assert fact(new, "answer").startswith("new against old: ")
-
-
-def test_a_single_run_is_held_against_its_cosine_and_a_cosine_run_against_dot(runs):
-    assert fact(summarize({"q": runs["qnorm"]}), "answer").startswith("ranking with norms against ranking by cosine: ")
-    assert fact(summarize({"b": runs["baseline"]}), "answer").startswith("ranking by dot against cosine: ")
 
 
 def test_a_start_is_a_baseline_without_pairs(runs):
