@@ -53,14 +53,12 @@ def run(config: EmbedConfig) -> None:
     scales = {d.value: a for d, a in alpha.items()}
     saved = dataclasses.replace(saved, model=config.model, metadata=model.metadata, alpha=scales)
     sides = sorted({d.query_side for d in corrected})
-    if bank_data is not None:
-        bank = FeatureSource(bank_data)
-        saved = _with_evidence(
-            saved, corrected, draw_bank(bank, sides, config.bank_size, model, options, config.seed, data)
-        )
-    elif config.bank is not None:
-        vectors = {side: getattr(saved, side) for side in sides}
-        saved = _with_evidence(saved, corrected, QueryBank(TRANSDUCTIVE, vectors))
+    if config.bank is not None:
+        bank = QueryBank(TRANSDUCTIVE, {side: getattr(saved, side) for side in sides})
+        if bank_data is not None:
+            source = FeatureSource(bank_data)
+            bank = draw_bank(source, sides, config.bank_size, model, options, config.seed, data)
+        saved = _with_evidence(saved, corrected, bank)
     save_embeddings(path, saved)
     print(
         f"embeddings: {printable(path)}: {len(saved.image):,} images, {len(saved.text):,} texts, "

@@ -192,20 +192,19 @@ class TrainStep:
     @torch.no_grad()
     def _facts(self, batch: Batch, out: LossOutput, step: int) -> dict[str, Any]:
         """Where a NaN or an infinity came from: samples of all processes, parameters, gradients."""
-        keys = [key for part in distributed.gather_objects(batch.keys) for key in part]
-        named = {**dict(self.encoder.named_parameters()), **dict(self.loss.named_parameters())}
-        gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
 
         def broken(tensors: dict[str, Any]) -> list[str]:
             return [n for n, x in tensors.items() if not fsdp.whole(x).isfinite().all()]
 
+        keys = [key for part in distributed.gather_objects(batch.keys) for key in part]
+        named = {**dict(self.encoder.named_parameters()), **dict(self.loss.named_parameters())}
         lost = torch.stack([~norms.isfinite() for norms in out.norms.values()]).any(dim=0).tolist()
         return {
             "step": step + 1,
             "loss": str(float(out.loss.detach())),
             "keys_with_non_finite_features": [key for key, bad in zip(keys, lost, strict=True) if bad],
             "parameters_not_finite": broken(named),
-            "gradients_not_finite": broken(gradients),
+            "gradients_not_finite": broken({n: p.grad for n, p in named.items() if p.grad is not None}),
             "keys": keys,
         }
 

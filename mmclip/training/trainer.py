@@ -172,12 +172,11 @@ class Trainer:
             numbers = self.stepper.run(batch, self.step - 1, log)
         except NotFinite as error:
             self.step -= 1  # not taken: the state is that of the step before
-            path, kept = self.folder / f"not_finite_step_{error.facts['step']}.json", False
+            path = self.folder / f"not_finite_step_{error.facts['step']}.json"
             if self.rank == 0:
                 write_text_atomically(path, json.dumps(error.facts, indent=1))
-            if not error.facts["parameters_not_finite"]:
+            if kept := not error.facts["parameters_not_finite"]:
                 self._keep(more=1)  # of a run that went wrong the last state may not be the best
-                kept = True
             raise monitors.not_finite(error.facts, path, kept) from None
         self.taken, self.passed_over = self.taken + 1, 0
         return numbers
@@ -217,12 +216,9 @@ class Trainer:
         """
         for folder, results in self.task.evaluate(self.step, self.seconds):
             if not folder and not self.task.validates_last:
-                retrieval, metric = results.json["retrieval"], self.task.metric
-                numbers = {
-                    f"val_{d}_{metric}_{scoring}": retrieval[d][scoring][metric]
-                    for d in self.task.validation_queries
-                    for scoring in ("native", "cosine")
-                }
+                rates, metric = results.json["retrieval"], self.task.metric
+                of = [(d, scoring) for d in self.task.validation_queries for scoring in ("native", "cosine")]
+                numbers = {f"val_{d}_{metric}_{scoring}": rates[d][scoring][metric] for d, scoring in of}
                 for _, text in self.monitors.validation(numbers):
                     print(f"alarm: {text}", file=sys.stderr)
             results.json["alarms"] = dict(self.monitors.raised)
@@ -234,19 +230,18 @@ class Trainer:
         Locked weights are left out: they are rebuilt from their source and recognized by fingerprints. With --fsdp all
         ranks call it together, and rank 0 gets whole tensors.
         """
-        encoder = {k: v for k, v in self.task.encoder.state_dict().items() if k not in self.task.locked}
+        task = self.task
+        encoder = {k: v for k, v in task.encoder.state_dict().items() if k not in task.locked}
+        counts = {"step": self.step, "taken": self.taken, "seconds": self.seconds, "ranks": self.ranks}
+        tensors = {"encoder": encoder, "optimizer": self.stepper.optimizer.state_dict()}
         return {
             "format": FORMAT,
-            "step": self.step,
-            "taken": self.taken,
-            "seconds": self.seconds,
-            "ranks": self.ranks,
-            "encoder": fsdp.gathered(encoder),
-            "loss": self.task.loss.state_dict(),
-            "optimizer": fsdp.gathered(self.stepper.optimizer.state_dict()),
+            **counts,
+            **fsdp.gathered(tensors),
+            "loss": task.loss.state_dict(),
             "settings": self.config.to_dict(),
-            "fingerprints": self.task.fingerprints,
-            "bad_samples": dict(self.task.bad_samples.reasons),
+            "fingerprints": task.fingerprints,
+            "bad_samples": dict(task.bad_samples.reasons),
             "monitors": self.monitors.state_dict(),
             "pending": self.pending,
         }

@@ -109,7 +109,6 @@ def test_validation_alarms_know_a_price_from_a_collapse(
     assert again.validation(numbers) == [], "nor again after a resumption"
 
 
-@pytest.mark.parametrize("trained", ["q2d", "d2q"])
 @pytest.mark.parametrize(
     ("native", "cosine", "queries", "names"),
     [
@@ -122,14 +121,16 @@ def test_validation_alarms_know_a_price_from_a_collapse(
     ],
 )
 def test_the_collapse_of_text_has_its_own_metric_and_flags(
-    trained: str, native: float, cosine: float, queries: int, names: list[str]
+    native: float, cosine: float, queries: int, names: list[str]
 ) -> None:
-    rules = monitors(trained=[trained], queries={"q2d": queries}, metric="ndcg@10", advice=TEXT_ADVICE)
-    alarms = rules.validation({"val_q2d_ndcg@10_native": native, "val_q2d_ndcg@10_cosine": cosine})
-    assert [name for name, _ in alarms] == names
-    for _, text in alarms:
-        assert "94.0% natively and 23.0% by cosine (ndcg@10)" in text
-        assert "--proj-wd" not in text and "--pretrained" not in text, "flags that train-text lacks"
+    numbers = {"val_q2d_ndcg@10_native": native, "val_q2d_ndcg@10_cosine": cosine}
+    for trained in ("q2d", "d2q"):
+        rules = monitors(trained=[trained], queries={"q2d": queries}, metric="ndcg@10", advice=TEXT_ADVICE)
+        alarms = rules.validation(numbers)
+        assert [name for name, _ in alarms] == names
+        for _, text in alarms:
+            assert "94.0% natively and 23.0% by cosine (ndcg@10)" in text
+            assert "--proj-wd" not in text and "--pretrained" not in text, "flags that train-text lacks"
 
 
 def test_bad_samples_are_named_once_and_limited() -> None:

@@ -17,21 +17,16 @@ def send(signum: int) -> None:
     time.sleep(0.3)
 
 
-def test_the_first_signal_is_noted_and_the_handlers_come_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with SignalHandler() as handler:
+def test_the_first_signal_is_noted_a_second_one_acts_and_the_handlers_come_back() -> None:
+    stock, term = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
+    with pytest.raises(KeyboardInterrupt), SignalHandler() as handler:
         assert handler.signum == 0
         send(signal.SIGTERM)
         assert handler.signum == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_second_signal_acts_at_once() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores it
-    with pytest.raises(KeyboardInterrupt), SignalHandler():
         send(signal.SIGINT)
-        send(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
+    assert signal.signal(signal.SIGINT, stock) == signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == term
 
 
 def test_interruptible_work_ends_at_once_and_no_handler_of_exceptions_can_swallow_it() -> None:

@@ -240,22 +240,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_samples(tiny_mo
     s.run(batch(torch.float32), 1, False)  # and the run could go on
 
 
-def test_a_gradient_that_overflows_is_found_although_the_loss_is_finite(tiny_model: Path) -> None:
-    s = stepper(tiny_model, torch.float32, clip_loss(), batch_size=16)
-    s.loss.similarity.logit_scale_i2t.register_hook(lambda g: g * torch.inf)
-    with pytest.raises(NotFinite) as caught:
-        s.run(batch(torch.float32), 0, False)
-    assert caught.value.facts["gradients_not_finite"] == ["similarity.logit_scale_i2t"]
-    assert caught.value.facts["keys_with_non_finite_features"] == []
-
-
-def test_lengths_that_overflow_are_found_although_cosine_divides_them_out(tiny_model: Path) -> None:
-    s = stepper(tiny_model, torch.float32, clip_loss(), batch_size=16)
-    with torch.no_grad():
-        s.encoder.clip.visual.proj.mul_(1e25)
-    with pytest.raises(NotFinite) as caught:
-        s.run(batch(torch.float32), 0, False)
-    assert len(caught.value.facts["keys_with_non_finite_features"]) == ROWS
+def test_overflows_are_noticed_although_the_loss_is_finite_or_the_norm_divided_out(tiny_model: Path) -> None:
+    facts = []
+    for norms in (False, True):
+        s = stepper(tiny_model, torch.float32, clip_loss(), batch_size=16)
+        with torch.no_grad():
+            s.encoder.clip.visual.proj.mul_(1e25 if norms else 1)
+        s.loss.similarity.logit_scale_i2t.register_hook(lambda g, norms=norms: g if norms else g * torch.inf)
+        with pytest.raises(NotFinite) as caught:
+            s.run(batch(torch.float32), 0, False)
+        facts.append(caught.value.facts)
+    assert facts[0]["gradients_not_finite"] == ["similarity.logit_scale_i2t"]
+    assert [len(f["keys_with_non_finite_features"]) for f in facts] == [0, ROWS]
 
 
 def test_the_gradients_norm_is_clipped_to_the_flag(tiny_model: Path) -> None:
