@@ -6,7 +6,10 @@ import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,3 +79,29 @@ def run_script(
 def logged(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl without how fast it went."""
+    timing = ("samples_per_second", "pairs_per_second", "data_wait")
+    return [{k: v for k, v in line.items() if k not in timing} for line in logged(run)]
+
+
+def disturbed(command: list[object], run: Path, lines: int, disturb: Callable[[int], object]) -> tuple[int, str]:
+    """Start a script in a session of its own, call ``disturb(pid)`` once its run has logged ``lines`` lines.
+
+    Returns:
+        Exit code and stderr.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / str(command[0])), *map(str, command[1:])], cwd=ROOT, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and metrics.read_text().count("\n") >= lines):
+        assert process.poll() is None and time.monotonic() < deadline, "the run never got going"
+        time.sleep(0.003)
+    disturb(process.pid)
+    said = process.communicate(timeout=200)[1]
+    return process.returncode, said

@@ -7,14 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from shlex import split
-from typing import Any
 
 import pytest
 
-from tests.helpers.tiny import ROOT, logged, run_script
+from tests.helpers.tiny import ROOT, disturbed, logged, run_script, untimed
 
 FLAGS = split(
     "--batch-size 32 --workers 2 --lr 1e-3 --warmup 2 --epochs 20 --log-every-n-steps 1 --device cpu "
@@ -75,39 +73,27 @@ def flags(tiny_data: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_saves_and_leaves(flags: list[object], signum: signal.Signals) -> None:
     logs, name = Path(str(flags[5])), signum.name
-    command = [sys.executable, ROOT / "scripts" / "train_clip.py", *flags, "--name", name]
-    process = subprocess.Popen(
-        [str(c) for c in command], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    metrics, deadline = logs / name / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.is_file() and metrics.read_text().count("\n") > 5):
-        assert process.poll() is None and time.monotonic() < deadline, "the run never got going"
-        time.sleep(0.01)
-    os.killpg(process.pid, signum)  # to the reading processes as well, as a terminal and a scheduler do
-    _, stderr = process.communicate(timeout=200)
-    assert process.returncode == 128 + signum, stderr[-2000:]
+    command = ["train_clip.py", *flags, "--name", name]
+    # to the reading processes as well, as a terminal and a scheduler do
+    code, stderr = disturbed(command, logs / name, 6, lambda pid: os.killpg(pid, signum))
+    assert code == 128 + signum, stderr[-2000:]
     assert "Traceback" not in stderr and f"{name}: saving, then leaving" in stderr
     assert f"continue with --name {name} --resume latest" in stderr
-    steps = metrics.read_text().count("\n")
+    steps = len(logged(logs / name))
     assert 5 < steps < STEPS, "stopped in the middle"
     assert (logs / name / "checkpoints" / "latest").read_text() == f"step_{steps:08d}.pt\n", "no step is lost"
     assert f"continuing after step {steps}" in train(*flags, "--name", name, "--resume", "latest", "--workers", 0)
     weights = "model/open_clip_model.safetensors"
     assert (logs / name / weights).read_bytes() == (logs / "whole" / weights).read_bytes()
-    assert metrics.read_text().count("\n") == STEPS
+    assert len(logged(logs / name)) == STEPS
 
 
 def test_a_validation_that_is_cut_is_made_up_for_by_the_continuation(flags: list[object]) -> None:
     cut = patched(CUT, *flags, "--name", "cut")
     assert cut.returncode == 143 and "step 30: validation ended by SIGTERM" in cut.stderr, cut.stderr[-2000:]
     train(*flags, "--name", "cut", "--resume", "latest")
-
-    def lines(name: str) -> list[dict[str, Any]]:
-        timed = ("samples_per_second", "data_wait")
-        return [{k: v for k, v in x.items() if k not in timed} for x in logged(Path(str(flags[5])) / name)]
-
-    assert lines("cut") == lines("whole"), "every step once, and step 30 with its validation"
+    logs = Path(str(flags[5]))
+    assert untimed(logs / "cut") == untimed(logs / "whole"), "every step once, and step 30 with its validation"
 
 
 def test_data_that_vanish_during_a_run_stop_it(tiny_data: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from mmclip.roles import Direction
 from mmclip.training.checkpoint import load_checkpoint
 from mmclip.training.text_task import TextTask, build_loss
 from tests.helpers.texts import WORDS, make_beir, make_bert, write_jsonl, write_qrels
-from tests.helpers.tiny import ROOT, logged, run_script
+from tests.helpers.tiny import ROOT, disturbed, logged, run_script, untimed
 
-SCRIPT = ROOT / "scripts" / "train_text.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -57,51 +55,32 @@ def flags(beir: Path, bert: Path, logs: Path, **changed: Any) -> list[str]:
     return found
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without how fast it went."""
-    return [{k: v for k, v in line.items() if k not in ("pairs_per_second", "data_wait")} for line in logged(run)]
-
-
-def signalled(arguments: list[str], run: Path, step: int, signum: int) -> tuple[int, str]:
-    """Start the script, send it a signal once ``step`` lines are there; its exit code and what it said."""
-    process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], cwd=ROOT, env=ENVIRONMENT, text=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
-    path = run / "metrics.jsonl"
-    while process.poll() is None:
-        if path.is_file() and path.read_text().count('"loss"') >= step:
-            process.send_signal(signum)
-            break
-        time.sleep(0.002)
-    said = process.communicate(timeout=200)[1]
-    return process.returncode, said
-
-
 def test_a_run_that_is_killed_and_stopped_ends_as_one_that_was_not(beir: Path, bert: Path, tmp_path: Path) -> None:
     common = flags(beir, bert, tmp_path, epochs=20, save_steps=3, watch_steps=5)
     whole = run_script("train_text.py", *common, "--name", "whole")
     assert whole.returncode == 0, whole.stderr[-2000:]
-    cut, run = [*common, "--name", "cut"], tmp_path / "cut"
-    assert signalled(cut, run, 8, signal.SIGKILL)[0] == -signal.SIGKILL
+    cut, run = ["train_text.py", *common, "--name", "cut"], tmp_path / "cut"
+    assert disturbed(cut, run, 8, lambda pid: os.kill(pid, signal.SIGKILL))[0] == -signal.SIGKILL
     half = run / "checkpoints" / ".step_00007777.pt.1.partial"  # as a killed write leaves it
     half.write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7')
-    code, said = signalled([*cut, "--resume", "latest"], run, 40, signal.SIGTERM)
+    code, said = disturbed([*cut, "--resume", "latest"], run, 40, lambda pid: os.kill(pid, signal.SIGTERM))
     assert code == 128 + signal.SIGTERM, said[-2000:]
     assert "continuing after step " in said and "stopped by SIGTERM after step " in said
     assert not half.exists()
     stopped = int(said.rsplit("after step ", 1)[1].split()[0])
     kept = sorted(int(p.stem[5:]) for p in (run / "checkpoints").glob("*.pt"))
     assert kept[-1] == stopped and len(kept) == 2, "what was trained is saved, and no more than two are kept"
-    rest = run_script("train_text.py", *cut, "--resume", "latest")
+    rest = run_script(*cut, "--resume", "latest")
     assert rest.returncode == 0, rest.stderr[-2000:]
-    assert lines(run) == lines(tmp_path / "whole")
+    assert untimed(run) == untimed(tmp_path / "whole")
     for file in ("model.safetensors", "mmclip.json"):
         assert (run / "model" / file).read_bytes() == (tmp_path / "whole" / "model" / file).read_bytes(), file
     ours, theirs = (load_checkpoint(f / "checkpoints" / "step_00000080.pt") for f in (run, tmp_path / "whole"))
     for part in ("encoder", "loss"):
         assert all(torch.equal(v, theirs[part][k]) or v.isnan().all() for k, v in ours[part].items()), part
-    assert [x["step"] for x in lines(run) if "val_q2d_ndcg@10_native" in x] == list(range(5, 81, 5))
+    assert [x["step"] for x in untimed(run) if "val_q2d_ndcg@10_native" in x] == list(range(5, 81, 5))
 
 
 def test_two_ranks_compute_the_loss_of_one_process_with_their_batches(beir: Path, bert: Path, tmp_path: Path) -> None:
@@ -114,7 +93,7 @@ def test_two_ranks_compute_the_loss_of_one_process_with_their_batches(beir: Path
     two = run_script("train_text.py", *flags(beir, bert, tmp_path, **how, batch_size=4), "--name", "two", ranks=2)
     assert two.returncode == 0, two.stderr[-3000:]
     assert "FutureWarning" not in two.stderr
-    a, b = lines(tmp_path / "one"), lines(tmp_path / "two")
+    a, b = untimed(tmp_path / "one"), untimed(tmp_path / "two")
     assert a[0]["loss"] == pytest.approx(b[0]["loss"], rel=1e-6)
     for x, y in zip(a[:3], b[:3], strict=True):  # so the gradients were those of the joint batch
         for name in ("loss", "gamma_q", "gamma_d", "logit_scale_q2d", "norm_query_mean"):
@@ -128,7 +107,7 @@ def test_angles_that_collapse_are_told_and_end_a_strict_run(tmp_path: Path) -> N
     common = flags(data, model, tmp_path, norm="dot", lr=1e-9, epochs=1, watch_queries=12, watch_steps=1, max_steps=3)
     told = run_script("train_text.py", *common, "--name", "told")
     assert told.returncode == 0, told.stderr[-2000:]
-    watched = lines(tmp_path / "told")
+    watched = untimed(tmp_path / "told")
     assert [len(x.get("alarms", {})) for x in watched] == [1, 0, 0], "once"
     assert watched[0]["val_q2d_ndcg@10_native"] > 0.9 and watched[0]["val_q2d_ndcg@10_cosine"] < 0.1
     assert told.stderr.count("the ranking rests on the magnitudes") == 1

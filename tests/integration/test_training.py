@@ -7,9 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from shlex import split
 from typing import Any
@@ -23,7 +20,7 @@ from safetensors.torch import load_file
 
 from mmclip import load_model
 from mmclip.commands.evaluate import run_folder
-from tests.helpers.tiny import ROOT, logged, run_script
+from tests.helpers.tiny import disturbed, logged, run_script
 
 COMMON = split("--batch-size 32 --workers 0 --lr 3e-3 --warmup 2 --log-every-n-steps 1 --device cpu")
 WEIGHTS = "model/open_clip_model.safetensors"
@@ -186,26 +183,23 @@ def test_towers_start_from_an_open_clip_checkpoint_file(tiny_data: Path, tiny_mo
 def test_a_reading_process_that_is_killed_ends_the_run_and_loses_no_step(
     tiny_data: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    command = [ROOT / "scripts" / "train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path,
-               "--name", "x", *COMMON, "--workers", 1, "--epochs", 1, "--val-data", "none", "--batch-size", 2,
-               "--save-steps", 1000]  # fmt: skip
-    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    metrics, deadline = tmp_path / "x" / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.is_file() and metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, "the run never got going"
-        time.sleep(0.005)
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        os.kill(int(child), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=200)
-    if process.returncode == 0:
+    command = ["train_clip.py", "--train-data", tiny_data, "--model", tiny_model, "--logs", tmp_path, "--name", "x",
+               *COMMON, "--workers", 1, "--epochs", 1, "--val-data", "none", "--batch-size", 2, "--save-steps",
+               1000]  # fmt: skip
+
+    def kill_readers(pid: int) -> None:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+
+    code, stderr = disturbed(command, tmp_path / "x", 1, kill_readers)
+    if code == 0:
         pytest.skip("the reader had read everything before it was killed")
     last = stderr.strip().splitlines()[-1]
-    assert process.returncode == 2 and "Traceback" not in stderr
+    assert code == 2 and "Traceback" not in stderr
     assert last.startswith("error: step ") and "a reading process was ended from outside" in last
     kept = int((tmp_path / "x" / "checkpoints" / "latest").read_text()[5:13])
-    assert kept == len(metrics.read_text().splitlines()) > 0
-    resumed = run_script("train_clip.py", *command[1:], "--resume", "latest", "--workers", 0)
+    assert kept == len(logged(tmp_path / "x")) > 0
+    resumed = run_script(*command, "--resume", "latest", "--workers", 0)
     assert resumed.returncode == 0 and f"continuing after step {kept}" in resumed.stderr, resumed.stderr[-2000:]
 
 
