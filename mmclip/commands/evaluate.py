@@ -53,7 +53,7 @@ def run(config: Config) -> None:
     if config.control is not None and not judged:
         raise UserError(
             f"--control {printable(config.control)}: none of the runs has its loss and seed and keeps its documents' "
-            "length (gamma_d below 1), so there is nothing to give a verdict on"
+            "norms (gamma_d below 1), so there is nothing to give a verdict on"
         )
     if runs and (not new or len(runs) > 1 or judged):  # one evaluated model alone has had its ending
         print_ending(runs, next(iter(runs)) if new else None, verdicts=judged, verbose=config.verbose)
@@ -130,7 +130,7 @@ def _embeddings_run(config: EvaluateConfig, file: str) -> dict[str, Results]:
         sides = sorted(d.document_side for d in scales)
         bank = saved_bank(str(config.bank), sides, config.bank_size, saved, config.seed)
     elif bank is None and saved.evidence:
-        bank = QueryBank(str(saved.bank.get("name", "not told")), sizes=saved.bank_counts("size"))
+        bank = QueryBank(str(saved.bank.get("name", "unknown")), sizes=saved.bank_counts("size"))
         bank.offsets = {Direction(d): x for d, x in saved.evidence.items()}
         bank.overlap = saved.bank_counts("overlap")
     name = Path(file).stem

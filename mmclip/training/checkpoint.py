@@ -63,7 +63,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
         )
 
     def write(partial: Path) -> None:
-        with open(partial, "wb") as file:  # given a path, torch ends the process where the disk is full
+        with open(partial, "wb") as file:  # by a path, torch ends the process where the disk is full
             torch.save(state, file)
 
     advice = f"free some space (or lower --keep-checkpoints) and continue with --resume latest. {newest}"
@@ -106,7 +106,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     path = folder / (Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name or "nothing")
     if not path.is_file():
         others = ", ".join(p.name for p in existing) or "none"
-        raise UserError(f"--resume latest: {pointer} names {printable(path.name, 80)}, a missing file; there: {others}")
+        raise UserError(f"--resume latest: {pointer} names {printable(path.name, 80)}, a missing file; its folder has {others}")
     return path
 
 

@@ -173,11 +173,12 @@ class ClipTask(Task):
         return {"transition": {n: [before[n], after[n]] for n in after}} if leaves or arrives else {}
 
     def _compared_with_start(self) -> Json:
-        """What the first batch made of the run of --init-from: [there, here] by name; None for what was not trained."""
-        here = similarity_numbers(self.loss, CLIP_DIRECTIONS)
-        plain = {n: 1.0 if n.startswith("gamma") else self.model.loaded_scale for n in here}
-        there = self.model.metadata or plain
-        return {k: self.model.initial[k] for k in ("run", "loss", "norm")} | {n: [there.get(n), here[n]] for n in here}
+        """The run of --init-from beside this one's first batch: [before, after] by name; None for untrained values."""
+        after = similarity_numbers(self.loss, CLIP_DIRECTIONS)
+        plain = {n: 1.0 if n.startswith("gamma") else self.model.loaded_scale for n in after}
+        before = self.model.metadata or plain
+        about = {k: self.model.initial[k] for k in ("run", "loss", "norm")}
+        return about | {n: [before.get(n), value] for n, value in after.items()}
 
     def build_optimizer(self) -> torch.optim.AdamW:
         groups = clip_groups(self.towers, self.loss, self.config)
