@@ -235,9 +235,7 @@ def _print_files(collection: BeirCollection, runs: Mapping[str, Results], files:
     rates, main = trec.measurable(TEXT_HEADS, collection.gains), main_metric("q2d")
     if main not in rates:
         place = printable(collection.path)
-        raise UserError(
-            f"--run: {place} has gains that are no small whole numbers, and ir_measures takes none but them"
-        )
+        raise UserError(f"--run: {place} has gains that are no small whole numbers, which ir_measures needs")
     values = {
         f"{name} (native)": {k: r.query_values("retrieval", "q2d", NATIVE, k).astype(np.float64) for k in rates}
         for name, r in runs.items()

@@ -106,7 +106,9 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     path = folder / (Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name or "nothing")
     if not path.is_file():
         others = ", ".join(p.name for p in existing) or "none"
-        raise UserError(f"--resume latest: {pointer} names {printable(path.name, 80)}, a missing file; its folder has {others}")
+        raise UserError(
+            f"--resume latest: {pointer} names {printable(path.name, 80)}, a missing file; its folder has {others}"
+        )
     return path
 
 

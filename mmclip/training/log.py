@@ -61,10 +61,9 @@ class RunLog:
             self.file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
             self.file.flush()
         except OSError as error:
-            raise UserError(
-                f"{printable(self.file.name)}: cannot be written: {error.strerror}: free some space and continue "
-                "from the last checkpoint with --resume latest"
-            ) from None
+            fault = f"{printable(self.file.name)}: cannot be written: {error.strerror}"
+            advice = "free some space and continue from the last checkpoint with --resume latest"
+            raise UserError(f"{fault}: {advice}") from None
         for name, value in clean.items() if self.writer else ():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step)

@@ -113,10 +113,9 @@ class TextTask(Task):
             pairs = pairs.take_fraction(config.train_fraction, config.seed)
         ranks = distributed.world()[1]
         if len(pairs) < config.batch_size * ranks:
-            raise UserError(
-                f"--batch-size {config.batch_size}{f' on {ranks} processes' if ranks > 1 else ''}: there are only "
-                f"{len(pairs)} training pairs in {printable(config.train_data)}; a smaller batch is needed"
-            )
+            batch = f"--batch-size {config.batch_size}{f' on {ranks} processes' if ranks > 1 else ''}"
+            few = f"there are only {len(pairs)} training pairs in {printable(config.train_data)}"
+            raise UserError(f"{batch}: {few}; a smaller batch is needed")
         return TextData(pairs, held_out, [open_beir(root, split) for root, split in places])
 
     @staticmethod
@@ -181,9 +180,8 @@ class TextTask(Task):
         if "negative" in features:
             negatives["document"] = features["negative"].transpose(0, 1).flatten(0, 1)  # [K * B, D], column by column
         if self.loss.positives is not Positives.NONE:
-            query, document = (
-                torch.from_numpy(x).to(self.device) for x in (batch.pairs.query_ids, batch.pairs.document_ids)
-            )
+            ids = batch.pairs.query_ids, batch.pairs.document_ids
+            query, document = (torch.from_numpy(x).to(self.device) for x in ids)
             negative = document[:, 1 : 1 + self.negatives].T.reshape(-1)
             positives = mask_from_judgments(self.relevant, query, document[:, 0], negative)
         return self.loss(sides, positives, negatives, untrained=False), {}
@@ -341,9 +339,8 @@ def how_to_score(norm: str, gamma_d: float) -> str:
     """
     if norm in ("cosine", "dnorm"):  # their ranking depends on angles alone
         return "rank documents by cosine"
+    dot = "rank documents by the dot product"
     if norm != "learned":
-        return "rank documents by the dot product of raw embeddings: their norm is part of the score, so keep it"
-    return (
-        f"rank documents by the dot product after each document's embedding is divided by its norm to the power of "
-        f"{gamma_d:.4g}; the query's norm changes no ranking"
-    )
+        return f"{dot} of raw embeddings: their norm is part of the score, so keep it"
+    power = f"each document's embedding is divided by its norm to the power of {gamma_d:.4g}"
+    return f"{dot} after {power}; the query's norm changes no ranking"
