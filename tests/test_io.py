@@ -157,7 +157,9 @@ def test_latest_is_the_pointers_else_the_newest_there_and_a_path_is_itself(tmp_p
     assert find_checkpoint("latest", tmp_path) == first
     for pointer, named in (("", "nothing"), ("step_00000009.pt", "step_00000009.pt")):
         (tmp_path / "latest").write_text(pointer)
-        with pytest.raises(UserError, match=f"{named}, a missing file; its folder has step_00000001.pt, step_00000002.pt"):
+        with pytest.raises(
+            UserError, match=f"{named}, a missing file; its folder has step_00000001.pt, step_00000002.pt"
+        ):
             find_checkpoint("latest", tmp_path)
     (tmp_path / "latest").unlink()
     assert find_checkpoint("latest", tmp_path) == newest and load_checkpoint(newest)["step"] == 2
