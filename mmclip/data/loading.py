@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,8 @@ from mmclip.errors import UserError, printable
 T = TypeVar("T")
 Transform = Callable[[Any], Tensor]
 Tokenize = Callable[[list[str]], Tensor]
+Part = tuple[list[int], Tensor | None, Tensor | None, list[BadSample]]  # readable rows, images, token ids, the others
+Bad = list[tuple[int, BadSample]]
 PARTS = 2  # of a batch for each worker, so that a slow image delays the others less
 MIN_PART = 8  # rows; smaller parts cost more to hand over than they spread
 
@@ -61,31 +63,6 @@ class Batch:
         bounds = [*range(0, total, size), total] if parts is None else [total * i // parts for i in range(parts + 1)]
         columns = (self.images, self.tokens, self.image_id, self.caption_row, self.text_id, self.keys)
         return [Batch(*(x if x is None else x[start:end] for x in columns)) for start, end in pairwise(bounds)]  # type: ignore[arg-type]
-
-
-def steps_per_epoch(
-    data: ImageTextData,
-    batch_size: int,
-    world_size: int,
-    drop_last: bool,
-    accum_freq: int = 1,
-    loss_batch_size: int | None = None,
-) -> int:
-    """Steps of an epoch (UserError where the batch is larger than the data, or has no pair for a rank)."""
-    joint = loss_batch_size or batch_size * accum_freq * world_size
-    if joint < world_size:
-        raise UserError(f"--loss-batch-size {joint}: fewer pairs than the {world_size} processes")
-    full, rest = divmod(len(data), joint)
-    # A partial global batch needs a sample for each rank, and two pairs for a contrast.
-    steps = full + (not drop_last and rest >= max(world_size, 2))
-    if steps == 0:
-        accumulated = f" x --accum-freq {accum_freq}" if accum_freq > 1 else ""
-        batch = f"--batch-size {batch_size}{accumulated} x {world_size} processes"
-        raise UserError(
-            f"{f'--loss-batch-size {loss_batch_size}' if loss_batch_size else batch} is more than the {len(data)} "
-            f"images of {printable(data.path)}: choose a smaller one, or keep the partial batch with --keep-last"
-        )
-    return steps
 
 
 @dataclass(eq=False)
@@ -127,11 +104,30 @@ class TrainBatches:
 
     def __post_init__(self) -> None:
         self.joint = self.loss_batch_size or self.batch_size * self.accum_freq * self.world_size  # images of a step
-        self.first_caption = np.cumsum([0, *map(len, self.data.captions)])
-        self.text_ids = text_ids(self.data.captions)
-        self.steps_per_epoch = steps_per_epoch(
-            self.data, self.batch_size, self.world_size, self.drop_last, self.accum_freq, self.loss_batch_size
-        )
+        if self.joint < self.world_size:
+            raise UserError(f"--loss-batch-size {self.joint}: fewer pairs than the {self.world_size} processes")
+        full, rest = divmod(len(self.data), self.joint)
+        # A partial global batch needs a sample for each rank, and two pairs for a contrast.
+        self.steps_per_epoch = full + (not self.drop_last and rest >= max(self.world_size, 2))
+        if self.steps_per_epoch == 0:
+            accumulated = f" x --accum-freq {self.accum_freq}" if self.accum_freq > 1 else ""
+            batch = f"--batch-size {self.batch_size}{accumulated} x {self.world_size} processes"
+            raise UserError(
+                f"{f'--loss-batch-size {self.joint}' if self.loss_batch_size else batch} is more than the "
+                f"{len(self.data)} images of {printable(self.data.path)}: choose a smaller one, or keep the partial "
+                "batch with --keep-last"
+            )
+
+    @cached_property
+    def first_caption(self) -> np.ndarray:
+        """[N + 1] first flat caption row of each image."""
+        return np.cumsum([0, *map(len, self.data.captions)])
+
+    @cached_property
+    def text_ids(self) -> Tensor:
+        """[M] numbers of the flattened captions, equal for equal strings."""
+        known: dict[str, int] = {}
+        return torch.tensor([known.setdefault(c, len(known)) for texts in self.data.captions for c in texts])
 
     def order(self, epoch: int) -> np.ndarray:
         """Permutation of all rows in an epoch, equal on every rank."""
@@ -169,31 +165,29 @@ class TrainBatches:
             yield self._joined(epoch, list(islice(read, len(step))))
         next(read, None)  # its end closes the workers
 
-    def _part(self, epoch: int, rows: list[int]) -> _Part:
+    def _part(self, epoch: int, rows: list[int]) -> Part:
         images: Tensor | None = None
         bad: Bad = []
         if self.transform is not None:
             seeds = [np.random.SeedSequence([self.seed, 3, epoch, r]) for r in rows]
-            images, bad = read_images(self.data.read_image, rows, self.transform, seeds)
-            lost = dict(bad)
-            rows = [row for row in rows if row not in lost]
+            rows, images, bad = read_images(self.data.read_image, rows, self.transform, seeds)
         tokens = None
         if self.tokenize is not None:
             flat = self.drawn(epoch, rows).tolist()
             captions = [self.data.captions[r][f - int(self.first_caption[r])] for r, f in zip(rows, flat, strict=True)]
             tokens = self.tokenize(captions) if captions else self.tokenize([""])[:0]
-        return _Part(rows, images, tokens, [sample for _, sample in bad])
+        return rows, images, tokens, [sample for _, sample in bad]
 
-    def _joined(self, epoch: int, parts: list[_Part]) -> Batch:
-        rows = [row for part in parts for row in part.rows]
-        images = [part.images for part in parts if part.images is not None]
+    def _joined(self, epoch: int, parts: list[Part]) -> Batch:
+        rows = [row for part in parts for row in part[0]]
+        images = [part[1] for part in parts if part[1] is not None]
         if not images and self.transform is not None:  # none could be read: no rows, of the right shape
-            blank, _ = read_images(
+            _, blank, _ = read_images(
                 lambda _: Image.new("RGB", (64, 64)), [0], self.transform, [np.random.SeedSequence(0)]
             )
             images = [] if blank is None else [blank[:0]]
         flat = self.drawn(epoch, rows)
-        tokens = self._cat([part.tokens for part in parts if part.tokens is not None]) if self.tokenize else None
+        tokens = self._cat([part[2] for part in parts if part[2] is not None]) if self.tokenize else None
         return Batch(
             self._cat(images) if images else None,
             self.shorten(tokens) if self.shorten and tokens is not None else tokens,
@@ -201,7 +195,7 @@ class TrainBatches:
             torch.from_numpy(flat),
             self.text_ids[flat],
             [self.data.keys[r] for r in rows],
-            [bad for part in parts for bad in part.bad],
+            [bad for part in parts for bad in part[3]],
         )
 
     def _cat(self, parts: list[Tensor]) -> Tensor:
@@ -210,16 +204,6 @@ class TrainBatches:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         return torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=True))
-
-
-@dataclass
-class _Part:
-    """Readable rows of a part of a batch, with their images and the token ids of their captions."""
-
-    rows: list[int]
-    images: Tensor | None
-    tokens: Tensor | None
-    bad: list[BadSample]
 
 
 def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:
@@ -231,25 +215,14 @@ def _mixed(seeds: Sequence[int], rows: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def text_ids(captions: Sequence[Sequence[str]]) -> Tensor:
-    """[M] numbers of the flattened captions, equal for equal strings."""
-    known: dict[str, int] = {}
-    return torch.tensor([known.setdefault(c, len(known)) for image in captions for c in image], dtype=torch.long)
-
-
 def iterate_images(
     data: ImageTextData, transform: Transform, batch_size: int, workers: int = 0, rows: range | None = None
 ) -> Iterator[tuple[Tensor, Tensor | None, list[tuple[int, BadSample]]]]:
     """Images in row order: (rows [B], images [B, 3, H, W] or None where B = 0, [(row, BadSample)])."""
     rows = range(len(data)) if rows is None else rows
     batches = [list(rows[s : s + batch_size]) for s in range(0, len(rows), batch_size)]
-    for batch, (images, bad) in zip(batches, _read(partial(_images, data, transform), batches, workers), strict=True):
-        lost = dict(bad)
-        yield torch.tensor([row for row in batch if row not in lost], dtype=torch.long), images, bad
-
-
-def _images(data: ImageTextData, transform: Transform, rows: list[int]) -> tuple[Tensor | None, Bad]:
-    return read_images(data.read_image, rows, transform)
+    for read, images, bad in _read(partial(read_images, data.read_image, transform=transform), batches, workers):
+        yield torch.tensor(read, dtype=torch.long), images, bad
 
 
 def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) -> Iterator[Tensor]:
@@ -259,8 +232,6 @@ def iterate_texts(captions: Sequence[str], tokenize: Tokenize, batch_size: int) 
 
 
 # --- reading, in this process or in workers ---------------------------------------------------------------------------
-
-Bad = list[tuple[int, BadSample]]
 
 
 class ReaderDied(UserError):
@@ -322,7 +293,7 @@ def read_images(
     rows: Sequence[int],
     transform: Transform,
     seeds: Sequence[np.random.SeedSequence] | None = None,
-) -> tuple[Tensor | None, Bad]:
+) -> tuple[list[int], Tensor | None, Bad]:
     """Read and transform images.
 
     Args:
@@ -332,8 +303,9 @@ def read_images(
         seeds: A random state for each transform; the caller's states are restored.
 
     Returns:
-        Images of the readable rows [B, 3, H, W] (None for no row), and (row, BadSample) of the others.
+        Readable rows, their images [B, 3, H, W] (None for no row), and (row, BadSample) of the others.
     """
+    good: list[int] = []
     images: list[Tensor] = []
     bad: Bad = []
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()
@@ -350,8 +322,9 @@ def read_images(
                 torch.default_generator.manual_seed(b)  # the CPU's only: seeding CUDA here would disturb dropout
                 np.random.seed(c)  # some augmentations draw from it
             images.append(transform(image))
+            good.append(row)
     finally:
         random.setstate(states[0])
         torch.set_rng_state(states[1])
         np.random.set_state(states[2])
-    return torch.stack(images) if images else None, bad
+    return good, torch.stack(images) if images else None, bad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from mmclip import distributed
 from mmclip.config import TrainConfig
 from mmclip.config.clip import parse_aug_cfg
 from mmclip.data.image_text import ImageTextData, by_key
-from mmclip.data.loading import Batch, TrainBatches
+from mmclip.data.loading import Batch, Tokenize, TrainBatches, Transform
 from mmclip.embeddings.encode import EncodeOptions, encode_images, encode_texts, image_encoder, text_encoder
 from mmclip.embeddings.files import Embeddings
 from mmclip.embeddings.trunk_cache import cached_trunk
@@ -81,20 +81,12 @@ class FeatureSource:
 
     def batches(self, settings: TrainConfig, model: ClipModel, pin: bool = False) -> TrainBatches:
         """Training batches of the sides that are not cached."""
-        rank, ranks = distributed.world()
         transform = as_bytes(model.transform(train=True, aug_cfg=parse_aug_cfg(settings.aug_cfg)))
-        return TrainBatches(
+        return train_batches(
+            settings,
             self.data,
             None if "image" in self.cached else transform,
             None if "text" in self.cached else model.tokenize,
-            settings.batch_size,
-            accum_freq=settings.accum_freq,
-            loss_batch_size=settings.loss_batch_size,
-            seed=settings.seed,
-            workers=settings.workers,
-            drop_last=not settings.keep_last,
-            rank=rank,
-            world_size=ranks,
             shorten=None if settings.torchcompile else model.towers.shortened,  # compiled once, for one shape
             pin=pin,
         )
@@ -138,6 +130,33 @@ class FeatureSource:
             owner=owner,
             skipped=self.skipped | {self.data.keys[row]: why for row, why in bad.items()},
         )
+
+
+def train_batches(
+    settings: TrainConfig,
+    data: ImageTextData,
+    transform: Transform | None,
+    tokenize: Tokenize | None,
+    shorten: Callable[[Tensor], Tensor] | None = None,
+    pin: bool = False,
+) -> TrainBatches:
+    """Training batches of this rank by a run's settings (UserError where the batch is larger than the data)."""
+    rank, ranks = distributed.world()
+    return TrainBatches(
+        data,
+        transform,
+        tokenize,
+        settings.batch_size,
+        settings.seed,
+        settings.workers,
+        not settings.keep_last,
+        rank,
+        ranks,
+        settings.accum_freq,
+        settings.loss_batch_size,
+        shorten,
+        pin,
+    )
 
 
 def _relevant_pairs(data: ImageTextData, owner: Sequence[int]) -> Tensor:

@@ -16,9 +16,9 @@ from mmclip.config import TrainConfig
 from mmclip.config.model_config import export_folder
 from mmclip.data.datasets import open_training
 from mmclip.data.image_text import ImageTextData, by_key, skipped_line
-from mmclip.data.loading import Batch, steps_per_epoch
+from mmclip.data.loading import Batch
 from mmclip.embeddings.encode import EncodeOptions
-from mmclip.embeddings.features import FeatureSource
+from mmclip.embeddings.features import FeatureSource, train_batches
 from mmclip.errors import printable
 from mmclip.evaluation.eval_set import EvalSource, draw_bank, image_text_sets
 from mmclip.evaluation.evaluate import evaluate_model, quick_rates
@@ -66,9 +66,7 @@ class ClipTask(Task):
         source, split = config.zeroshot_data, config.zeroshot_split
         classes = open_classes(source, split) if source is not None else None
         BadSamples(config.max_bad_samples, by_key(train.skipped))
-        ranks, joined = distributed.world()[1], (config.accum_freq, config.loss_batch_size)
-        per_epoch = steps_per_epoch(train, config.batch_size, ranks, not config.keep_last, *joined)
-        schedule.check(config, steps_in_all(config, per_epoch))
+        schedule.check(config, steps_in_all(config, train_batches(config, train, None, None).steps_per_epoch))
         return ClipData(train, val, distractors, classes)
 
     @staticmethod

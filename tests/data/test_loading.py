@@ -18,7 +18,7 @@ from torchvision import transforms
 
 from mmclip.data import loading
 from mmclip.data.image_text import ImageTextData
-from mmclip.data.loading import Batch, ReaderDied, TrainBatches, iterate_images, iterate_texts, text_ids
+from mmclip.data.loading import Batch, ReaderDied, TrainBatches, iterate_images, iterate_texts
 from mmclip.data.shards import open_data
 from mmclip.errors import UserError
 from tests.helpers.shards import good, jpeg, write_tar
@@ -164,7 +164,8 @@ def test_states_are_put_back_when_a_transform_fails(data: ImageTextData) -> None
 
 
 def test_ids_name_equal_captions_and_rows_of_the_flat_list(data: ImageTextData) -> None:
-    assert text_ids([["a", "b"], ["c"], ["b", "a"]]).tolist() == [0, 1, 2, 1, 0]
+    texts = ImageTextData("x", "x", list("xyz"), [["a", "b"], ["c"], ["b", "a"]], [])
+    assert TrainBatches(texts, None, None, 1).text_ids.tolist() == [0, 1, 2, 1, 0]
     flat = [c for image in data.captions for c in image]
     short = batches(data, shorten=lambda tokens: tokens[:, :1])
     for batch, narrow in zip(batches(data), short, strict=True):
