@@ -47,19 +47,6 @@ def fill(side: str, model: ClipModel, data: ImageTextData, folder: Path) -> torc
     return features
 
 
-@pytest.mark.parametrize("side", ["image", "text"])
-def test_cached_outputs_through_the_head_are_the_towers_features(
-    model: ClipModel, data: ImageTextData, tmp_path: Path, side: str
-) -> None:
-    features = fill(side, model, data, tmp_path / "cache")
-    if side == "image":
-        live = torch.stack([model.transform()(data.read_image(i)) for i in range(len(data))])
-        expected = model.towers(image=live)[0]
-    else:
-        expected = model.towers(text=model.tokenize([c for image in data.captions for c in image]))[1]
-    torch.testing.assert_close(model.towers.head(side, features), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_an_interrupted_fill_goes_on_where_it_stopped(
     model: ClipModel, data: ImageTextData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,28 +84,16 @@ def test_another_trunk_transform_tokenizer_or_data_has_another_key(
     assert trunk_cache.cache_key("image", model, data.subset([1, 2])) != trunk_cache.cache_key("image", model, data)
 
 
-def test_unreadable_pictures_leave_the_data(model: ClipModel, tmp_path: Path) -> None:
-    members = [("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny"), *good(5)]
-    data = open_data(str(write_tar(tmp_path / "1.tar", members)))
-    for _ in range(2):  # computed, then from disk
-        source = FeatureSource.open(data, model, OPTIONS, tmp_path / "cache", "test")
-        assert list(source.skipped) == ["bad"] and source.data.keys == [f"k{i}" for i in range(5)]
-        assert len(source.cached["image"]) == 5 and len(source.cached["text"]) == 10
-        assert torch.isfinite(source.cached["image"]).all()
-
-
-def test_a_part_of_the_wrong_size_is_computed_again(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
+def test_a_part_of_the_wrong_size_is_computed_again_and_a_file_in_the_folders_place_is_one_line(
+    model: ClipModel, data: ImageTextData, tmp_path: Path
+) -> None:
     whole = fill("text", model, data, tmp_path)
     (part,) = tmp_path.rglob("part-00001.safetensors")
     part.write_bytes(next(iter(tmp_path.rglob("part-00002.safetensors"))).read_bytes())
     assert torch.equal(fill("text", model, data, tmp_path), whole)
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="--cache-dir") as error:
+    with pytest.raises(UserError, match=r"^--cache-dir .*: cannot be written: [^\n]*$"):
         fill("image", model, data, tmp_path / "file")
-    assert "\n" not in str(error.value)
 
 
 def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
@@ -140,10 +115,10 @@ def test_parts_of_a_data_set_take_their_rows_from_the_cache_of_the_whole(
 
 def test_only_the_parts_that_hold_rows_are_computed(model: ClipModel, data: ImageTextData, tmp_path: Path) -> None:
     FeatureSource.open(data.subset([0, 9]), model, OPTIONS, tmp_path, "ends")
-    names = sorted(p.name for p in tmp_path.glob("image-*/*.safetensors"))
-    assert names == ["part-00000.safetensors", "part-00002.safetensors"]
+    parts = [p.stem for p in sorted(tmp_path.glob("image-*/*.safetensors"))]
     FeatureSource.open(data, model, OPTIONS, tmp_path, "whole")
-    assert len(list(tmp_path.glob("image-*/*.safetensors"))) == 3, "the same cache, filled up"
+    whole = [p.stem for p in sorted(tmp_path.glob("image-*/*.safetensors"))]
+    assert parts == ["part-00000", "part-00002"] and whole == ["part-00000", "part-00001", "part-00002"]
 
 
 def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_stay(
@@ -151,10 +126,12 @@ def test_a_picture_that_no_trunk_can_read_leaves_every_part_and_its_captions_sta
 ) -> None:
     members = [*good(3), ("bad.jpg", jpeg()[:80]), ("bad.txt", b"x\ny\nz")]
     data = open_data(str(write_tar(tmp_path / "1.tar", members)))
-    source = FeatureSource.open(data.permute(0), model, OPTIONS, tmp_path / "cache", "test")
-    assert list(source.skipped) == ["bad"] and source.data.keys == ["k0", "k1", "k2"]
+    for part in (data, data.permute(0)):  # computed, then from disk
+        source = FeatureSource.open(part, model, OPTIONS, tmp_path / "cache", "test")
+        assert list(source.skipped) == ["bad"] and source.data.keys == ["k0", "k1", "k2"]
+        assert torch.isfinite(source.cached["image"]).all() and len(source.cached["image"]) == 3
+        assert len(source.cached["text"]) == sum(len(c) for c in source.data.captions)
     assert ["x", "y", "z"] in source.data.captions, "another picture has them"
-    assert len(source.cached["text"]) == sum(len(c) for c in source.data.captions)
     expected, _ = FeatureSource(source.data).vectors("text", model, OPTIONS, "live")
     torch.testing.assert_close(source.vectors("text", model, OPTIONS, "cached")[0], expected, rtol=1e-4, atol=1e-5)
     untouched = FeatureSource.open(data.subset([1, 2]), model, OPTIONS, tmp_path / "cache", "test")
@@ -165,11 +142,13 @@ def test_two_processes_share_the_work(tiny_data: Path, tiny_model: Path, tmp_pat
     """Both start with an empty cache: every trunk is run once, by one of them, and both have its outputs."""
     code = (
         "import sys, torch; from pathlib import Path\n"
-        "from mmclip.models.factory import build_model; from mmclip.data.shards import open_data; from mmclip.embeddings.features import FeatureSource\n"
+        "from mmclip.models.factory import build_model; from mmclip.data.shards import open_data\n"
+        "from mmclip.embeddings.features import FeatureSource\n"
         "from mmclip.embeddings.encode import EncodeOptions\n"
         "torch.manual_seed(0); model = build_model(sys.argv[2])\n"
         "for side in ('image', 'text'): model.towers.lock(side)\n"
-        "source = FeatureSource.open(open_data(sys.argv[1]), model, EncodeOptions(torch.device('cpu')), Path(sys.argv[3]), 'test')\n"
+        "options = EncodeOptions(torch.device('cpu'))\n"
+        "source = FeatureSource.open(open_data(sys.argv[1]), model, options, Path(sys.argv[3]), 'test')\n"
         "print({side: float(x.sum()) for side, x in source.cached.items()})"
     )
     command = [sys.executable, "-c", code, str(tiny_data), str(tiny_model), str(tmp_path / "cache")]
