@@ -20,8 +20,10 @@ Json = dict[str, Any]
 OWN_COLUMNS = ("loss", "i2t_weight", "norm")  # settings of the loss that have columns of their own in tables
 # What two arms share to be compared: the same queries and the same data to learn from. All else (loss, schedules,
 # optimization) may differ between an arm and what it is judged against; the arm that differs least is taken.
-SHARED = ("train_data", "train_split", "train_num_samples", "train_fraction", "permute_pairs", "val_data", "val_split",
-          "val_holdout", "model", "pretrained", "lock_image", "lock_text")  # fmt: skip
+SHARED = (
+    *("train_data", "train_split", "train_num_samples", "train_fraction", "permute_pairs", "val_data", "val_split"),
+    *("val_holdout", "model", "pretrained", "lock_image", "lock_text"),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
