@@ -545,13 +545,13 @@ def evidence_tables(report: Json) -> Iterator[Table]:
         yield Table("evidence: log10 kappa of the raw sides, with its nulls", ["side", *KAPPAS], rows, notes)
 
 
-def _difference(found: Json | None) -> Cell:
-    return change_cell(found and {"delta": found["value"], "ci": found["ci"]})
+def _difference(x: Json | None) -> Cell:
+    return change_cell(x and {"delta": x["value"], "ci": x["ci"]})
 
 
-def ranged(found: Json | None) -> str:
+def ranged(x: Json) -> str:
     """A signed estimate with its interval."""
-    return NO if found is None else f"{found['value']:+.3f} [{found['ci'][0]:+.3f}, {found['ci'][1]:+.3f}]"
+    return f"{x['value']:+.3f} [{x['ci'][0]:+.3f}, {x['ci'][1]:+.3f}]"
 
 
 def draw(report: Json, path: Path) -> None:

@@ -240,13 +240,12 @@ class Reader:
 
         # texts lose what the tokenizer would take for one of its special tokens, such as the end of a turn
         question, *texts = (self._special.sub(" ", t) if self._special else t for t in (question, *(documents or ())))
-        found = fit(write, texts, self._size, self.limit)
-        if found is None:
+        if (prompt := fit(write, texts, self._size, self.limit)) is None:
             raise self._error(
                 f"takes {self.limit} tokens, and without any document the prompt of {printable(question, 60)!r} has "
                 f"{self._size(write(()))}: --max-input-tokens, or a shorter --prompt-file"
             )
-        return found
+        return prompt
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[str]) -> list[str]:
