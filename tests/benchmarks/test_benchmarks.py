@@ -48,7 +48,7 @@ def run(root, load, monkeypatch, capsys) -> Callable[..., tuple[int, list[str]]]
     stock = harness.Parser.run
 
     def start(name: str, *flags: object, fails: str = "") -> tuple[int, list[str]]:
-        def inside(parser: Any, measure: Callable[[Any], Any], compete: Any) -> None:
+        def inside(parser: Any, measure: Callable[[Any], Any], compete: Any):
             def measured(script: str, spec: dict[str, Any], name: str, python: str = "") -> Any:
                 if fails and re.search(fails, json.dumps(spec)):
                     harness.FAILED.append(f"{name}: failed: planted")
@@ -73,7 +73,7 @@ def run(root, load, monkeypatch, capsys) -> Callable[..., tuple[int, list[str]]]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_names_the_command(run, name: str) -> None:
+def test_help_names_the_command(run, name: str):
     code, lines = run(name, "--help")
     assert code == 0 and any(f"python benchmarks/{name}.py" in line for line in lines)
 
@@ -85,7 +85,7 @@ def test_help_names_the_command(run, name: str) -> None:
 ])  # fmt: skip
 def test_errors_are_one_line_before_anything_is_drawn(
     run, tmp_path, monkeypatch, name: str, flags: list[object], message: str
-) -> None:
+):
     if name == "serving":
         pytest.importorskip("faiss")
     monkeypatch.setenv("MMCLIP_DATA", str(tmp_path))
@@ -111,9 +111,7 @@ def test_errors_are_one_line_before_anything_is_drawn(
         ),
     ],
 )
-def test_a_process_that_ends_without_a_result_has_failed(
-    load, monkeypatch, capsys, tmp_path, code: str, line: str
-) -> None:
+def test_a_process_that_ends_without_a_result_has_failed(load, monkeypatch, capsys, tmp_path, code: str, line: str):
     harness = load("harness")
     monkeypatch.setattr(harness, "FAILED", [])
     (tmp_path / "x.py").write_text(f"import os, sys\n{code}\n")
@@ -123,13 +121,13 @@ def test_a_process_that_ends_without_a_result_has_failed(
     assert ([line] if "failed" in line else []) == harness.FAILED
 
 
-def test_memory_that_cannot_be_measured_has_no_ratio(load) -> None:
+def test_memory_that_cannot_be_measured_has_no_ratio(load):
     of_memory = load("harness").of_memory
     assert of_memory(1.0, 8.0) == "0.125 of its memory"
     assert of_memory(0.0, 8.0) == of_memory(1.0, 0.0) == "memory too small to compare"
 
 
-def test_tables_are_written_between_their_marks(run, tmp_path) -> None:
+def test_tables_are_written_between_their_marks(run, tmp_path):
     page, marks = tmp_path / "page.md", "<!-- table: {}.csv -->\n{}<!-- /table -->\n"
     page.write_text("before\n" + marks.format("a", "old\n") + "between\n" + marks.format("b", "") + "after\n")
     (tmp_path / "page").mkdir()
@@ -141,7 +139,7 @@ def test_tables_are_written_between_their_marks(run, tmp_path) -> None:
         assert page.read_text() == wanted
 
 
-def test_both_layouts_hold_the_same_images_and_captions(load, tiny_data, tmp_path) -> None:
+def test_both_layouts_hold_the_same_images_and_captions(load, tiny_data, tmp_path):
     found = load("harness").export(str(tiny_data), "test", "eval", 10, tmp_path / "data", 2, 3)
     assert (found["images"], found["captions"]) == (10, 20)
     whole, files, shards = open_data(str(tiny_data), "test"), open_data(found["csv"]), open_data(found["tar"])
@@ -151,7 +149,7 @@ def test_both_layouts_hold_the_same_images_and_captions(load, tiny_data, tmp_pat
         assert files.read_image(row).tobytes() == image == shards.read_image(row).tobytes()
 
 
-def test_clocks_count_the_work_of_running_readers(load) -> None:
+def test_clocks_count_the_work_of_running_readers(load):
     clocks = load("harness").clocks
     reader = multiprocessing.get_context("spawn").Process(target=exec, args=("x = 0\nwhile True: x += 1",))
     reader.start()
@@ -179,9 +177,7 @@ SMALL_DIAGNOSTICS = ("--measures", "anisotropy", "--sizes", 60, 90, "--dim", 5, 
     ("retrieval", '"clip-benchmark"', ("--images", 40, "--dim", 8, "--rounds", 1)),
     ("encoding", '"contestant": "open_clip"', ("--images", 8, "--batch-size", 4, "--rounds", 2, "--workers", 0)),
 ])  # fmt: skip
-def test_the_others_go_on_where_a_contestant_fails(
-    run, small, name: str, fails: str, flags: tuple[object, ...]
-) -> None:
+def test_the_others_go_on_where_a_contestant_fails(run, small, name: str, fails: str, flags: tuple[object, ...]):
     code, lines = run(name, *flags, *(small if name == "encoding" else ()), fails=fails)
     assert code == 1 and lines[-1].startswith("error: ") and lines[-1].endswith(": failed: planted")
     if fails != '"bytes"':
@@ -194,7 +190,7 @@ def test_the_others_go_on_where_a_contestant_fails(
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_agrees_with_the_plain_form_and_clip_loss_and_ends_with_the_ratio(run, tmp_path) -> None:
+def test_the_loss_agrees_with_the_plain_form_and_clip_loss_and_ends_with_the_ratio(run, tmp_path):
     code, lines = run("loss", *SMALL_LOSS, "--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png")
     assert code == 0
     assert re.fullmatch(r"\d+ values and gradients against the plain form .*: they agree", lines[2])
@@ -210,7 +206,7 @@ def test_the_loss_agrees_with_the_plain_form_and_clip_loss_and_ends_with_the_rat
 
 
 @pytest.mark.parametrize("planted", [0.0, 1e-6, math.nan])
-def test_a_planted_gradient_is_found(load, monkeypatch, planted: float) -> None:
+def test_a_planted_gradient_is_found(load, monkeypatch, planted: float):
     stock = ContrastiveLoss.forward
 
     def off(self: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +220,7 @@ def test_a_planted_gradient_is_found(load, monkeypatch, planted: float) -> None:
     assert math.isnan(worst) if math.isnan(planted) else worst > 1e-8 if planted else worst < 1e-12
 
 
-def test_clip_loss_sends_what_two_gathers_and_their_backward_send(load) -> None:
+def test_clip_loss_sends_what_two_gathers_and_their_backward_send(load):
     rows, dim, ranks = 16, 4096, 2
     spec = {"ranks": ranks, "batch": rows, "dim": dim, "threads": 1, "losses": ["sym"], "norms": ["cosine"]}
     found = {name: sum(by.values()) for name, by in load("loss").sent(spec).items()}
@@ -240,20 +236,20 @@ def test_clip_loss_sends_what_two_gathers_and_their_backward_send(load) -> None:
     "name",
     ["hubness", "d of norms", "anisotropy", "effective rank", "row entropy", "Fisher query", "Fisher document"],
 )
-def test_diagnostics_agree_with_their_dense_forms(load, name: str) -> None:
+def test_diagnostics_agree_with_their_dense_forms(load, name: str):
     module = load("diagnostics")
     what = (name, *module.vectors(60, 5), Exponents(0.3, 0.8), 2.0)
     ours, dense = module.mmclip_form(*what), module.dense_form(*what)
     assert ours == pytest.approx(dense, rel=module.MEASURES[name][0]) and all(ours)
 
 
-def test_diagnostics_end_with_ratio_and_growth(run) -> None:
+def test_diagnostics_end_with_ratio_and_growth(run):
     code, lines = run("diagnostics", *SMALL_DIAGNOSTICS)
     last = r"at N = 90 [\d.]+ times as fast as the dense form .*; growth N\^-?[\d.]+ from 60 to 90"
     assert code == 0 and re.search(last, lines[-1])
 
 
-def test_retrieval_agrees_with_clip_benchmark_and_ends_with_the_ratio(run, tmp_path) -> None:
+def test_retrieval_agrees_with_clip_benchmark_and_ends_with_the_ratio(run, tmp_path):
     pytest.importorskip("clip_benchmark")
     flags = ("--dim", 16, "--rounds", 1, "--lists", 3, "--plot", tmp_path / "x.png")
     code, lines = run("retrieval", "--images", 60, 120, *flags)
@@ -263,7 +259,7 @@ def test_retrieval_agrees_with_clip_benchmark_and_ends_with_the_ratio(run, tmp_p
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_serving_measures_every_index_of_every_scoring(run) -> None:
+def test_serving_measures_every_index_of_every_scoring(run):
     pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
     code, lines = run("serving", "--images", 60, "--dim", 8, "--k", 3)
     blocks = [block.splitlines() for block in "\n".join(lines).strip().split("\n\n")]
@@ -277,7 +273,7 @@ def test_serving_measures_every_index_of_every_scoring(run) -> None:
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
 
-def test_encoding_agrees_with_open_clip_and_ends_with_the_ratio(run, small, tmp_path) -> None:
+def test_encoding_agrees_with_open_clip_and_ends_with_the_ratio(run, small, tmp_path):
     flags = ("--quick", "--workers", 0, "--batch-size", 9, "--csv", tmp_path / "rows.csv")
     code, lines = run("encoding", *small, *flags)
     assert code == 0 and "the vectors agree" in lines and "24 images and 120 captions" in lines[1]
@@ -288,7 +284,7 @@ def test_encoding_agrees_with_open_clip_and_ends_with_the_ratio(run, small, tmp_
 
 
 @pytest.mark.parametrize("off", [0.0, 0.01])
-def test_encoding_fails_where_vectors_differ(load, tmp_path, off: float) -> None:
+def test_encoding_fails_where_vectors_differ(load, tmp_path, off: float):
     for name in ("ours", "open_clip"):
         vectors = {"image": torch.ones(4, 3), "text": torch.ones(20, 3)}
         vectors["text"][7, 2] += off if name == "ours" else 0
@@ -301,7 +297,7 @@ def test_encoding_fails_where_vectors_differ(load, tmp_path, off: float) -> None
 
 def test_training_does_the_same_work_as_open_clip_train_and_ends_with_the_ratio(
     load, small, root, tmp_path, monkeypatch, capsys
-) -> None:
+):
     training, harness = load("training_step"), load("harness")
     stock = harness.measured
 
@@ -328,7 +324,7 @@ def test_training_does_the_same_work_as_open_clip_train_and_ends_with_the_ratio(
     assert re.fullmatch(rf"ratio: ours {NUMBER} times open_clip_train's \({NUMBER} by CPU time\)", lines[-1])
 
 
-def test_training_fails_where_first_losses_differ(load, small, tmp_path, monkeypatch, capsys) -> None:
+def test_training_fails_where_first_losses_differ(load, small, tmp_path, monkeypatch, capsys):
     training = load("training_step")
 
     def measured(script: str, spec: dict[str, Any], name: str, python: str) -> dict[str, Any]:
@@ -341,7 +337,7 @@ def test_training_fails_where_first_losses_differ(load, small, tmp_path, monkeyp
     assert "NOT THE SAME WORK" in capsys.readouterr().out
 
 
-def test_training_repeats_the_error_of_pip(load, tmp_path, monkeypatch) -> None:
+def test_training_repeats_the_error_of_pip(load, tmp_path, monkeypatch):
     training = load("training_step")
     calls = []
 
@@ -356,7 +352,7 @@ def test_training_repeats_the_error_of_pip(load, tmp_path, monkeypatch) -> None:
     assert any(word.startswith("webdataset") for word in calls[-1])
 
 
-def test_the_timer_counts_the_steps_after_the_warm_up(load, monkeypatch) -> None:
+def test_the_timer_counts_the_steps_after_the_warm_up(load, monkeypatch):
     training = load("training_step")
     ticks = iter([(10.0, 1.0), (16.0, 5.0)])
     monkeypatch.setattr(load("harness"), "clocks", lambda: next(ticks))
@@ -368,7 +364,7 @@ def test_the_timer_counts_the_steps_after_the_warm_up(load, monkeypatch) -> None
     assert timer.spent == {"seconds": 6.0, "cpu": 4.0}
 
 
-def test_our_flags_are_the_loss_and_the_optimizer_of_the_other_side(load, tiny_model, tmp_path) -> None:
+def test_our_flags_are_the_loss_and_the_optimizer_of_the_other_side(load, tiny_model, tmp_path):
     training = load("training_step")
     (tmp_path / "w.safetensors").touch()
     spec = {"batch_size": 8, "workers": 1, "precision": "fp32", "device": "cpu", "epochs": 2, "logs": str(tmp_path)}

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -95,21 +95,16 @@ def test_checkpoints_of_another_model_and_other_data_are_refused(
     state = torch.load(newest, weights_only=True)
     state["settings"]["model"] = str(wider)
     torch.save(state, tmp_path / "other.pt")
-    assert "not a checkpoint of this model: encoder" in refused(
-        *common, "--model", wider, "--resume", tmp_path / "other.pt"
-    )
-    shutil.copytree(tiny_data, tmp_path / "data")
-    with tarfile.open(tmp_path / "data" / "train" / "0.tar", "a") as tar:
-        add(tar, "more.jpg", jpeg())
-        add(tar, "more.txt", b"one more")
-    (tmp_path / "data" / "train" / "truth.jsonl").unlink()
-    assert "the training data are not the run's" in refused(
-        *common, "--resume", newest, "--train-data", tmp_path / "data"
-    )
+    line = refused(*common, "--model", wider, "--resume", tmp_path / "other.pt")
+    assert "not a checkpoint of this model: encoder" in line
+    data = shutil.copytree(tiny_data, tmp_path / "data")
+    shard(data / "train" / "0.tar", {"more.jpg": jpeg(), "more.txt": b"one more"}, "a")
+    (data / "train" / "truth.jsonl").unlink()
+    assert "the training data are not the run's" in refused(*common, "--resume", newest, "--train-data", data)
 
 
-def shard(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as tar:
+def shard(path: Path, members: dict[str, bytes], mode: Literal["w", "a"] = "w") -> Path:
+    with tarfile.open(path, mode) as tar:
         for name, content in members.items():
             add(tar, name, content)
     return path
@@ -171,10 +166,7 @@ BAD = {
 @pytest.fixture
 def spoiled(tmp_path: Path) -> Path:
     path = shard(tmp_path / "0.tar", good(30) | BAD)
-    with tarfile.open(path, "a") as tar:
-        add(tar, "g3.jpg", jpeg())  # a duplicate key
-        add(tar, "g3.txt", b"another caption of it")
-    return path
+    return shard(path, {"g3.jpg": jpeg(), "g3.txt": b"another caption of it"}, "a")  # a duplicate key
 
 
 @pytest.mark.parametrize("workers", [0, 2])
