@@ -64,6 +64,7 @@ def test_equal_classes_tie_against_the_model_and_one_picture_has_no_interval() -
     assert found["ci"] == {"native": None, "cosine": None, "dot": None}
 
 
+@pytest.mark.filterwarnings("default")  # other people's code runs here, in this process
 def test_accuracy_is_that_of_clip_benchmark_whatever_the_templates(
     classes: Path, learned_run: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_accuracy_is_that_of_clip_benchmark_whatever_the_templates(
     assert found["acc1"] == {s: ours(classes, learned_run, s, tmp_path)["acc1"] for s in ("native", "cosine", "dot")}
 
 
+@pytest.mark.filterwarnings("default")  # other people's code runs here, in this process
 @pytest.mark.real
 def test_cosine_is_clip_benchmarks_accuracy_on_real_photos(shared: Path, tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("clip_benchmark")
