@@ -213,7 +213,7 @@ class Embeddings:
         return digest.hexdigest()[:16]
 
     def bank_counts(self, name: str) -> dict[str, int]:
-        """side -> "size" or "overlap" of the query bank of ``evidence``, as far as the file has them."""
+        """Side -> "size" or "overlap" of the query bank of ``evidence``; sides that the file lacks are missing."""
         counts = self.bank.get(name)
         return {k: v for k, v in counts.items() if isinstance(v, int)} if isinstance(counts, dict) else {}
 

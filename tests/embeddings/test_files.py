@@ -20,14 +20,8 @@ from mmclip.similarity import Exponents
 from tests.helpers.evaluating import evaluate_clip
 
 N, M, D = 4, 6, 3
-FACTS = {
-    "loss": "asym-i2t",
-    "norm": "qnorm",
-    "gamma_q": 1.0,
-    "gamma_d": 0.0,
-    "logit_scale_i2t": 5.0,
-    "logit_scale_t2i": None,
-}
+FACTS = {"loss": "asym-i2t", "norm": "qnorm", "gamma_q": 1.0, "gamma_d": 0.0}
+FACTS |= {"logit_scale_i2t": 5.0, "logit_scale_t2i": None}
 
 
 def users() -> dict[str, Any]:
@@ -130,27 +124,14 @@ def test_a_safetensors_file_of_a_users_own(tmp_path: Path) -> None:
     assert load_embeddings(tmp_path / "x.safetensors").owner == [0, 0, 1, 2, 3, -1]
 
 
-def test_meta_is_a_string_too_and_names_the_scales(tmp_path: Path) -> None:
-    found = load_embeddings(write(tmp_path / "x.npz", meta=np.array(json.dumps({"model": "mine", "facts": FACTS}))))
-    assert (found.model, found.metadata, found.alpha) == ("mine", FACTS, {"i2t": 5.0, "t2i": None})
+def test_meta_is_a_string_too_and_half_precision_becomes_float32(tmp_path: Path) -> None:
+    image, text = users()["image"].astype(np.float16), users()["text"].astype(np.float64)
+    meta = np.array(json.dumps({"model": "mine", "facts": FACTS}))
+    opened = load_embeddings(write(tmp_path / "x.npz", meta=meta, image=image, text=text))
+    assert (opened.model, opened.metadata, opened.alpha) == ("mine", FACTS, {"i2t": 5.0, "t2i": None})
+    assert (opened.image.dtype, opened.text.dtype) == (torch.float32, torch.float64)
     plain = load_embeddings(write(tmp_path / "y.npz", meta=np.array('{"alpha": {"i2t": 100, "t2i": 100}}')))
     assert plain.alpha == {"i2t": 100, "t2i": 100} and plain.metadata == {}
-
-
-def test_half_precision_becomes_float32_and_float64_stays(tmp_path: Path) -> None:
-    given = users()
-    path = write(tmp_path / "x.npz", image=given["image"].astype(np.float16), text=given["text"].astype(np.float64))
-    found = load_embeddings(path)
-    assert (found.image.dtype, found.text.dtype) == (torch.float32, torch.float64)
-
-
-def nan_row(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def change(given: dict[str, Any]) -> dict[str, Any]:
-        x = given[name].copy()
-        x[2, 1] = np.nan
-        return {name: x}
-
-    return change
 
 
 FAULTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
@@ -165,8 +146,10 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     (lambda g: {"image": g["image"].astype(complex)}, "image is no array of numbers or strings"),
     (lambda g: {"image": g["image"][:0], "image_ids": g["image_ids"][:0], "text_image_ids": np.array([""] * M)},
      "at least one .query row, document row. pair"),
-    (nan_row("image"), "image embeddings: row 2 holds NaN or infinity"),
-    (nan_row("text"), "text embeddings: row 2 holds NaN or infinity"),
+    (lambda g: {"image": np.where(np.arange(N)[:, None] == 2, np.nan, g["image"])},
+     "image embeddings: row 2 holds NaN or infinity"),
+    (lambda g: {"text": np.where(np.arange(M)[:, None] == 2, np.inf, g["text"])},
+     "text embeddings: row 2 holds NaN or infinity"),
     (lambda g: {"image_ids": np.array(["a", "b", "b", "c"]), "text_image_ids": np.array(["a"] * M)},
      "image_ids: 'b' stands there twice"),
     (lambda g: {"text_ids": np.array([7] * M)}, "text_ids: '7' stands there twice"),

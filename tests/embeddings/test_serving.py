@@ -32,7 +32,7 @@ ALPHA = 3.0
 
 
 def saved(gamma_q: float = 1.0, gamma_d: float = 0.0, seed: int = 0, n: int = 200, dim: int = 16) -> Embeddings:
-    """Random vectors, none twice, of varied lengths; a caption pair an image; the bank is other texts."""
+    """Random vectors, none twice, of varied norms; two captions an image; the bank is other texts."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(n, dim, generator=generator) * (0.5 + torch.rand(n, 1, generator=generator))
     text = (image.repeat_interleave(2, 0) + torch.randn(2 * n, dim, generator=generator)) * 0.7
@@ -49,6 +49,11 @@ def saved(gamma_q: float = 1.0, gamma_d: float = 0.0, seed: int = 0, n: int = 20
         metadata=facts,
         alpha={"i2t": ALPHA},
     )
+
+
+@pytest.fixture
+def faiss() -> Any:
+    return pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
 
 
 @given(st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(list(SCORINGS)))
@@ -90,13 +95,17 @@ def test_a_plain_clip_is_native_in_cosine() -> None:
     assert torch.equal(index_vectors(data, Direction.I2T)[0], normalize(data.text.double(), 1.0).float())
 
 
-def test_what_cannot_be_served_is_told() -> None:
-    with pytest.raises(UserError, match="direction 'q2d': expected i2t or t2i"):
-        index_vectors(saved(n=3), "q2d")
-    with pytest.raises(UserError, match=r"scoring 'cos': expected one of native, corrected, reversed, cosine"):
-        index_vectors(saved(n=3), Direction.T2I, "cos")
-    with pytest.raises(UserError, match=r"corrected of i2t needs evidence_i2t; there: evidence_t2i"):
-        index_vectors(saved(n=3), Direction.I2T, "corrected")
+@pytest.mark.parametrize(
+    ("direction", "scoring", "message"),
+    [
+        ("q2d", "native", "direction 'q2d': expected i2t or t2i"),
+        ("t2i", "cos", "scoring 'cos': expected one of native, corrected, reversed, cosine"),
+        ("i2t", "corrected", "corrected of i2t needs evidence_i2t; there: evidence_t2i"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(direction: str, scoring: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        index_vectors(saved(n=3), direction, scoring)
 
 
 @given(st.integers(0, 20))
@@ -113,13 +122,12 @@ def test_the_augmentation_ranks_as_the_inner_product_even_after_normalizing(seed
     assert recall_at_k(documents, queries, best_scores(normalize(rows, 1.0), augment(queries), 5)[1], 5) == 1.0
 
 
-def test_later_documents_need_room() -> None:
+@pytest.mark.parametrize("longest", [4.9, float("nan"), float("inf"), 0.0])
+def test_later_documents_need_room(longest: float) -> None:
     documents = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
-    rows, _ = norm_augmentation(documents, longest=10.0)
-    assert torch.allclose(rows[0], torch.tensor([0.3, 0.4, 0.75**0.5]))
-    for longest in (4.9, float("nan"), float("inf"), 0.0):
-        with pytest.raises(UserError, match="document norms are up to 5"):
-            norm_augmentation(documents, longest)
+    assert torch.allclose(norm_augmentation(documents, longest=10.0)[0][0], torch.tensor([0.3, 0.4, 0.75**0.5]))
+    with pytest.raises(UserError, match="document norms are up to 5"):
+        norm_augmentation(documents, longest)
     with pytest.raises(UserError, match="norms are up to 0"):
         norm_augmentation(documents * 0)
 
@@ -155,8 +163,7 @@ def test_a_normalizing_engine_is_warned_of_and_an_honest_one_is_not() -> None:
 @pytest.mark.parametrize(
     ("direction", "scoring"), [(Direction.I2T, "native"), (Direction.T2I, "native"), (Direction.T2I, "corrected")]
 )
-def test_faiss_flat_returns_the_exact_ids(direction: Direction, scoring: str) -> None:
-    faiss = pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
+def test_faiss_flat_returns_the_exact_ids(faiss: Any, direction: Direction, scoring: str) -> None:
     data = saved()
     documents, prepare = index_vectors(data, direction, scoring)
     query, document = direction.roles({"image": data.image, "text": data.text})
@@ -174,8 +181,7 @@ def test_faiss_flat_returns_the_exact_ids(direction: Direction, scoring: str) ->
     assert (index.search(prepare(query).numpy(), 10)[1] == top_ids).all()
 
 
-def test_faiss_that_normalizes_both_sides_ranks_the_augmented_as_inner_products() -> None:
-    faiss = pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
+def test_faiss_that_normalizes_both_sides_ranks_the_augmented_as_inner_products(faiss: Any) -> None:
     data = saved()
     documents, prepare = index_vectors(data, Direction.T2I, "corrected")
     queries = prepare(data.text)
@@ -199,8 +205,7 @@ def test_faiss_that_normalizes_both_sides_ranks_the_augmented_as_inner_products(
         check_engine(normalizing(documents, lambda q: q), documents, queries)
 
 
-def test_faiss_hnsw_and_int8_find_most() -> None:
-    faiss = pytest.importorskip("faiss", reason="faiss is not installed: pip install -e '.[serving]'")
+def test_faiss_hnsw_and_int8_find_most(faiss: Any) -> None:
     data = saved(n=1000)
     documents, prepare = index_vectors(data, Direction.T2I, "corrected")
     queries = prepare(data.text)

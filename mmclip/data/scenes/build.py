@@ -100,7 +100,16 @@ def build_folder(target: Path, marker: object, write: Callable[[Path], None]) ->
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{target.name}.lock"):
-        if _read_marker(target) == marker:
+        existing: object = None
+        try:
+            existing = json.loads((target / _MARKER).read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            pass
+        except (FileNotFoundError, NotADirectoryError):
+            if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+                why = f"exists and is no build of the scenes ({_MARKER} is missing); move it"
+                raise UserError(f"{target} {why}") from None
+        if existing == marker:
             return target
         partial = target.parent / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
@@ -110,18 +119,6 @@ def build_folder(target: Path, marker: object, write: Callable[[Path], None]) ->
         shutil.rmtree(target, ignore_errors=True)  # an older version
         os.replace(partial, target)
     return target
-
-
-def _read_marker(target: Path) -> object:
-    """Content of a build's marker; None for no folder or an empty one."""
-    try:
-        return json.loads((target / _MARKER).read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        return {}
-    except (FileNotFoundError, NotADirectoryError):
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise UserError(f"{target} exists and is no build of the scenes ({_MARKER} is missing); move it") from None
-        return None
 
 
 def _write_all(folder: Path, variant: str, seed: int, sizes: SceneSizes) -> None:
@@ -180,18 +177,13 @@ def _truth(split: str, samples: list[Sample]) -> Iterator[dict[str, object]]:
     claims = [c.description for s in samples for c in s.captions if c.description] if split != "train" else []
     rows = described([sample.scene for sample in samples if sample.scene is not None], claims)
     for i, sample in enumerate(samples):
-        captions = []
+        captions: list[dict[str, object]] = []
         for caption in sample.captions:
-            entry: dict[str, object] = {"level": caption.level}
-            if caption.kind is not None:
-                entry["kind"] = caption.kind
+            captions.append({"level": caption.level} | ({"kind": caption.kind} if caption.kind is not None else {}))
             if split != "train":
                 claim = caption.description
-                entry["relevant"] = [_key(split, owners[n]) for n in (rows[claim] if claim else ())]
-            captions.append(entry)
-        line: dict[str, object] = {"key": _key(split, i)}
-        if sample.kind is not None:
-            line["kind"] = sample.kind
+                captions[-1]["relevant"] = [_key(split, owners[n]) for n in (rows[claim] if claim else ())]
+        line = {"key": _key(split, i)} | ({"kind": sample.kind} if sample.kind is not None else {})
         yield {**line, "n_objects": len(sample.scene.things) if sample.scene else 0, "captions": captions}
 
 
