@@ -179,7 +179,9 @@ def _truth(split: str, samples: list[Sample]) -> Iterator[dict[str, object]]:
     for i, sample in enumerate(samples):
         captions: list[dict[str, object]] = []
         for caption in sample.captions:
-            captions.append({"level": caption.level} | ({"kind": caption.kind} if caption.kind is not None else {}))
+            captions.append({"level": caption.level})
+            if caption.kind is not None:
+                captions[-1]["kind"] = caption.kind
             if split != "train":
                 claim = caption.description
                 captions[-1]["relevant"] = [_key(split, owners[n]) for n in (rows[claim] if claim else ())]
