@@ -1,14 +1,11 @@
 """Both directions' losses and all gradients from one product X Y^T, in tiles (docs/math.md: "One Gram matrix").
 
-Rows are one side of a batch and the queries of the first (row) direction, columns the other side and the queries of the
-second. Both directions' scores are the same products times a factor per row and per column. The first direction's
-factors are multiplied into X and Y, outside, where autograd differentiates them; the second keeps residual scales:
+Rows are the queries of the first (row) direction, columns those of the second; both directions' scores are the same
+products, times a factor per row and per column. The first direction's factors are multiplied into X and Y, where
+autograd differentiates them; the second keeps scales: t_ji = s_ij * row_scale_i * column_scale_j with s_ij = x_i . y_j.
 
-    s_ij = x_i . y_j        t_ji = s_ij * row_scale_i * column_scale_j
-
-A row's softmax is complete in its block of rows, a column's grows block by block. A second pass makes all gradients,
-from ``KEEP`` bytes of the first pass's products and others made again: 6 to 8 B^2 D operations, in the memory of B D
-numbers and a few blocks. One direction alone needs no second pass. Each rank has its own rows and the columns of all.
+A row's softmax is complete in its block of rows, a column's grows block by block. A second pass makes the gradients, in
+the memory of B D numbers and a few blocks; one direction alone needs none. Each rank has its own rows and all columns.
 """
 
 from __future__ import annotations
@@ -113,14 +110,10 @@ class _Tiles:
         self.all_pairs, self.first = sum(pairs), sum(pairs[: self.rank])
         self.numbers = torch.arange(n_rows, device=first.device) + self.first  # of this rank's rows among all
         self.numbers[p:] += self.all_pairs + sum(row_negatives[: self.rank]) - p - self.first
-        if self.ranks == 1:
-            return list(columns)
         sizes = [(s, n) for s, n in ((slice(0, p), pairs), (slice(p, None), negatives)) if sum(n)]
         return [t if t is None else torch.cat([self.all.gather_rows(t[s], n) for s, n in sizes]) for t in columns]
 
-    def run(
-        self, differentiated: bool, x: Tensor, y: Tensor, *scales: Tensor | None
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    def run(self, differentiated: bool, x: Tensor, y: Tensor, *scales: Tensor | None) -> tuple[Tensor, list[Any]]:
         """Each direction's loss, [1 or 2], and the gradients of all tensors."""
         block, strip, left = (table.get(x.device.type, table["cpu"]) for table in (BLOCK, STRIP, KEEP))
         height, self.strip = (max(least, n // max(len(y), 1)) for least, n in ((ROWS, block), (1, strip)))

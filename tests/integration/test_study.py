@@ -1,8 +1,13 @@
-"""A real study on tiny data: trained, with a run that cannot be, and what it leaves."""
+"""A real study on tiny data: killed in the middle, started again, with a run that cannot be, and what it leaves."""
 
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,8 +35,30 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[StudyConfig, int]:
     folder = tmp_path_factory.mktemp("study")
     (folder / "small.yaml").write_text(STUDY, encoding="utf-8")
     settings = [f"train_data={tiny.make_data(folder)}", f"model={tiny.make_model(folder)}"]
-    config = StudyConfig(config=str(folder / "small.yaml"), logs=str(folder / "logs"), jobs=2, set=settings)
-    return config, run(config)
+    flags = ["--config", str(folder / "small.yaml"), "--logs", str(folder / "logs"), "--jobs", "1", "--set", *settings]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mmclip", "study", *flags],
+        cwd=tiny.ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as first:
+        until = time.monotonic() + 200
+        while not finished(folder) and time.monotonic() < until:
+            time.sleep(0.1)
+        os.killpg(first.pid, signal.SIGKILL)
+    before = finished(folder)
+    assert before and first.returncode == -signal.SIGKILL
+    config = parse(StudyConfig, flags)
+    code = run(config)
+    after = finished(folder)
+    assert {k: after[k] for k in before} == before, "a finished run was run again"
+    return config, code
+
+
+def finished(folder: Path) -> dict[str, float]:
+    return {p.parent.name: p.stat().st_mtime for p in folder.glob("logs/small/runs/*/results.json")}
 
 
 def rows(config: StudyConfig, name: str) -> list[dict[str, str]]:
