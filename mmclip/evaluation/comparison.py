@@ -343,11 +343,7 @@ def check_control(run: Results, control: Results) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one model, loss and normalization with different seeds.
-
-    A query's number is its mean over the seeds, so intervals cover the choice of queries and not that of seeds, whose
-    range stands beside them.
-    """
+    """Runs of one model, loss and normalization with different seeds; intervals of their means cover queries alone."""
 
     name: str
     runs: list[Results]

@@ -1,8 +1,8 @@
 """Evaluation sets: raw embeddings of two sides with their relevance, one candidate pool each, and the query bank.
 
-Images and texts make several sets that share queries but not candidates, so that their numbers do not compare:
-``retrieval``, every image and caption; ``full``, only captions of level "full", where levels differ; and one for each
-set of distractors, with candidates that are relevant to nothing. Queries and documents make one.
+Images and texts make several sets with their own candidates: ``retrieval``, every image and caption; ``full``, only
+captions of level "full", where levels differ; and one for each set of distractors, candidates that are relevant to
+nothing. Queries and documents make one.
 """
 
 from __future__ import annotations

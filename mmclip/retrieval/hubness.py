@@ -1,15 +1,15 @@
 """Hubness correction over a query bank: the inverted softmax, as one more dimension of an inner-product index.
 
-A loss that trains i2t alone fits p(text | image) = softmax over texts of s(image, text): a constant added to all scores
-of an image changes nothing in it. A text that ranks images by the same scores, the trained matrix read by columns
-(``reversed``), therefore compares numbers with different zero points. Subtracting each document's log-normalizer over a
-bank B of queries removes the zero point:
+A loss that trains i2t alone fits p(text | image) = softmax over texts of s(image, text), which does not change with a
+constant added to all scores of an image. A text that ranks images by the same scores, the trained matrix by columns
+(``reversed``), compares numbers with different zero points. Subtracting each document's log-normalizer over a bank B of
+queries removes them:
 
     c(q, d) = alpha s(q, d) - log mean_b exp(alpha s(b, d))
 
 This is the inverted softmax (Smith et al. 2017, arXiv 1702.03859), with a bank of training queries known as Querybank
-Normalisation, QB-Norm (Bogolin et al. 2022, arXiv 2112.12777); results.json calls it ``corrected``. The mean over the
-bank, in place of the sum, is a constant and changes no ranking.
+Normalisation, QB-Norm (Bogolin et al. 2022, arXiv 2112.12777); results.json calls it ``corrected``. A mean in place of
+the sum changes no ranking.
 
 Roles are those of the direction that ranks: its **document** was the *query* of the trained direction and its **query**
 was the *document*. Exponents and alpha stay the trained direction's. An index needs one more dimension:
@@ -75,12 +75,12 @@ def document_offsets(
     """Log-normalizer of every document over a query bank, log mean_b exp(alpha s(b, d)): [N] float64.
 
     Args:
-        document: raw [N, D]; bank: raw [B, D].
-        exponents, alpha: of the trained direction, in which the documents are queries.
-        block_bytes: working memory, about.
+        document, bank: Raw [N, D] and [B, D].
+        exponents, alpha: Of the trained direction, in which the documents are queries.
+        block_bytes: Working memory, about.
 
     Raises:
-        UserError: another D, an empty bank, or a scale that is not above 0.
+        UserError: Another D, an empty bank, or a scale that is not above 0.
 
     >>> document_offsets(torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 4.0]]), Exponents(1.0, 0.0), 2.0).tolist()
     [6.0]

@@ -274,10 +274,7 @@ class _Side:
         return self.x.index_select(0, self.rows[at]).to(self.factor.dtype).mul_(self.factor[at, None]).float()
 
     def weight(self, gamma_d: float) -> tuple[Tensor, float]:
-        """(w [n] in float64, 1e-38 or more; the power of two that it was divided by).
-
-        A norm below TINY is divided by TINY, as everywhere; a zero vector scores 0 by any weight.
-        """
+        """(w [n] float64, 1e-38 or more, 1 for zero vectors, which score 0 anyway; the power of two divided out)."""
         w = torch.where(self.norm > 0, self.norm / self.norm.clamp_min(TINY).pow(gamma_d), 1.0)
         if bool(((w - 1).abs() < 1e-9).all()):
             return torch.ones_like(w), 1.0
@@ -294,12 +291,11 @@ def _cosines(asking: _Side, answering: _Side, query: Tensor, document: Tensor) -
 
 
 class _Scoring:
-    """One ranking of one direction: thresholds, what was counted against them, and the best k.
+    """One ranking of one direction: thresholds, counts against them, and the best k.
 
     Of the P relevant pairs: threshold [P] float32, their scores; at_least [P]: irrelevant documents that score at least
     that much; tied [P]: whether one scores exactly that. Of the queries by position: start, many [n], first pair and
-    number of pairs; least [n], the lowest threshold; kth [n], what a document must score to be among the best [n, k],
-    which are keys.
+    number of pairs; least [n], the lowest threshold; kth [n], the least score among the best [n, k], which are keys.
     """
 
     def __init__(
