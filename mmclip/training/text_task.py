@@ -154,7 +154,9 @@ class TextTask(Task):
         self.val_steps = config.watch_steps or self.steps_per_epoch
         self.validation_queries = {Direction.Q2D.value: len(data.held_out.queries)} if data.held_out else {}
         self.bad_samples = BadSamples()
-        self.fingerprints = {"data": fingerprint(self.pairs)}
+        texts = json.dumps([self.pairs.queries, self.pairs.documents, self.pairs.negatives]).encode()
+        digest = hashlib.sha256(texts + np.ascontiguousarray(self.pairs.relevant).tobytes())
+        self.fingerprints = {"data": digest.hexdigest()[:16]}
         self._encoded: tuple[list[str], Tensor] = ([], torch.zeros(0, 0))
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[TextBatch]:
@@ -322,13 +324,6 @@ def build_loss(config: TextTrainConfig) -> ContrastiveLoss:
     names = ("loss", "norm", "q2d_weight", "positives", "focal", "norm_drift", "gamma_init", "learn_scale")
     same = {name: getattr(config, name) for name in names}
     return text_loss(**same, gather=True, scale_init=config.logit_scale_init, scale_max=config.logit_scale_max)
-
-
-def fingerprint(pairs: TextPairs) -> str:
-    """Digest of all texts and of what is known to be relevant."""
-    digest = hashlib.sha256(json.dumps([pairs.queries, pairs.documents, pairs.negatives]).encode())
-    digest.update(np.ascontiguousarray(pairs.relevant).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def how_to_score(norm: str, gamma_d: float) -> str:

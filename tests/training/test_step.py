@@ -182,11 +182,7 @@ def test_dropout_is_replayed_in_the_second_pass(tiny_model: Path, how: dict[str,
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"grad_checkpointing": True},
-        {"grad_checkpointing": True, "accum_freq": 4},
-        {"torchcompile": True, "accum_freq": 4},
-    ],
+    [{"grad_checkpointing": True, "accum_freq": 4}, {"torchcompile": True, "accum_freq": 4}],
     ids=str,
 )
 def test_compiled_and_checkpointed_steps_have_the_plain_ones_gradients(tiny_model: Path, how: dict[str, Any]) -> None:

@@ -264,10 +264,7 @@ def test_training_pairs_are_measured_with_each_text_once(task: Any) -> None:
     assert document[:, 1].eq(1).all() and query[:, 1].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    ("norm", "gamma_d", "words"),
-    [("cosine", 1.0, "by cosine"), ("dnorm", 1.0, "by cosine"), ("dot", 0.0, "raw embeddings"),
-     ("qnorm", 0.0, "raw embeddings"), ("learned", 0.25, "to the power of 0.25")],
-)  # fmt: skip
-def test_the_model_says_how_to_score_it(norm: str, gamma_d: float, words: str) -> None:
-    assert words in how_to_score(norm, gamma_d)
+def test_the_model_says_how_to_score_it() -> None:
+    for norm, words in (("dnorm", "by cosine"), ("dot", "raw embeddings"), ("qnorm", "raw embeddings")):
+        assert words in how_to_score(norm, 0.25)
+    assert "to the power of 0.25" in how_to_score("learned", 0.25)
