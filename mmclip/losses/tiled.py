@@ -57,7 +57,7 @@ def tiled_loss(
         scales = [_scales(rows, columns, a / held[0], r - held[1], c - held[2]) for a, r, c in roles]
         if not half:
             row, column = _scales(rows, columns, *held)
-            rows, scales[0] = rows * row.reshape(-1, 1), (None, None)
+            rows, scales[0] = rows * row[:, None], (None, None)
             columns = columns if column is None else columns * column[:, None]
         tiles = _Tiles(loss, weights, len(features[first.query_side]), lookup and oriented(lookup, first))
         columns, *column_scales = tiles.gathered(len(rows), columns, *(c for _, c in scales))
@@ -73,9 +73,9 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _scales(rows: Tensor, columns: Tensor, alpha: Tensor, of_rows: Any, of_columns: Any) -> tuple[Any, Tensor | None]:
-    """alpha / |x|**of_rows, [N] or 0-d, and 1 / |y|**of_columns, [M] or None."""
+    """alpha / |x|**of_rows, [N], and 1 / |y|**of_columns, [M] or None."""
     row, column = divisor(rows, of_rows), divisor(columns, of_columns)
-    return alpha if row is None else alpha / row, None if column is None else column.reciprocal()
+    return alpha.expand(len(rows)) if row is None else alpha / row, None if column is None else column.reciprocal()
 
 
 class _Tiled(torch.autograd.Function):
@@ -198,7 +198,7 @@ class StreamingSoftmax:
     def scaled(self, tile: Tensor, rows: slice) -> Tensor:
         """The tile times the residual scales."""
         if self.row_scale is not None:
-            tile = tile * (self.row_scale[rows, None] if self.row_scale.ndim else self.row_scale)
+            tile = tile * self.row_scale[rows, None]
         return tile if self.column_scale is None else tile * self.column_scale[: self.width]
 
     def add(self, rows: slice, tile: Tensor, targets: Tensor | None) -> None:
@@ -256,6 +256,5 @@ class StreamingSoftmax:
 
     def scale_gradients(self) -> list[Tensor | None]:
         """Of the residual scales: their logarithms' gradients, divided by them."""
-        row, column = self.row_scale, self.column_scale
-        moved = self.row_moved if row is None or row.ndim else self.row_moved.sum()
-        return [None if row is None else moved / row, None if column is None else self.column_moved / column]
+        pairs = (self.row_moved, self.row_scale), (self.column_moved, self.column_scale)
+        return [None if scale is None else moved / scale for moved, scale in pairs]
