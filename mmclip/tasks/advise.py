@@ -65,8 +65,8 @@ TEXT_SCALE = 20.0  # initial effective scale, that of train-text
 QUERY_SHARE = 3  # of --max-items at most one in so many is a query
 SEEN = "the model was trained on these very {}: its vectors fit those that judge, too, so differences are of seen data"
 LENT = (
-    "no train split: some of the queries of {!r} train the trial and others judge it, so that split is not unseen by what "
-    "follows this advice"
+    "no train split: some of the queries of {!r} train the trial and others judge it, so that split is not unseen by "
+    "what follows this advice"
 )
 KAPPAS = ("log10_kappa", "unpaired", "gaussian")
 SIDES = {"query": "qnorm", "document": "dnorm"}  # role -> the norm that normalizes it alone
@@ -274,7 +274,7 @@ def measure(
 def fit(
     data: Matched, choosing: Matched, batches: Sequence[Batch], norm: str, seed: int, settings: AdviseConfig
 ) -> Iterator[tuple[float, float | None, int, nn.ModuleDict, Exponents]]:
-    """(mean metric on ``choosing``, learning rate, steps, heads, exponents) at first and, for each rate, at ``LOOKS``."""
+    """(mean metric on ``choosing``, learning rate, steps, heads, exponents) at first and at each rate's ``LOOKS``."""
     looks = {max(1, round(share * len(batches))) for share in LOOKS}
     for i, lr in enumerate(LEARNING_RATES):
         heads = make_heads(data, settings.rank, seed)

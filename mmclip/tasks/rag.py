@@ -186,7 +186,7 @@ class Reader:
 
     Configuration and tokenizer are read at once, so that faults show early; the weights at the first prompt, so that
     they need not lie in memory beside the encoder's, and not at all where every prediction is kept already. No code of
-    a folder is run. ``metadata``: what its answers depend on beside the prompt; ``limit``: tokens of a prompt, if known.
+    a folder is run. ``metadata``: what its answers depend on beside the prompt; ``limit``: tokens of a prompt.
     """
 
     def __init__(self, settings: RagConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
@@ -232,7 +232,7 @@ class Reader:
         self._special = re.compile("|".join(map(re.escape, longest_first))) if special else None
 
     def prompt(self, question: str, documents: Sequence[str] | None) -> Prompt:
-        """The prompt of a question, with documents, cut from the last one until it fits, or (None) without (UserError)."""
+        """The prompt of a question, with documents, cut from the last until it fits (or UserError); (None) without."""
         template = self.closed if documents is None else self.template
 
         def write(kept: Sequence[str]) -> str:

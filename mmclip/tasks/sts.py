@@ -183,7 +183,7 @@ def same_sentence(sentence: str) -> str:
 
 
 def split_pairs(pairs: StsPairs, share: float, seed: int) -> tuple[StsPairs, StsPairs]:
-    """(train, held out), without a sentence in common: whole groups are drawn until ``share`` of the pairs is held out."""
+    """(train, held out), without a common sentence: whole groups are drawn until ``share`` of the pairs is held out."""
     order = np.random.default_rng(seed).permutation(pairs.groups.max() + 1)
     sizes = np.bincount(pairs.groups)[order]
     enough = int(np.searchsorted(np.cumsum(sizes), share * len(pairs))) + 1
@@ -361,7 +361,7 @@ class ResidualHead(nn.Module):
 def train_pairs(
     model: TextEncoder, norm: str, pairs: StsPairs, settings: StsConfig, seed: int, vectors: Vectors | None = None
 ) -> tuple[RoleMSELoss, ResidualHead | None, list[float]]:
-    """Train a model in place, or with ``vectors`` a head on them, on batches that ``seed`` draws, the same for every norm.
+    """Train a model in place, or with ``vectors`` a head on them, on batches drawn by ``seed``, equal for all norms.
 
     Returns (loss, head or None, loss of every step); UserError where the loss is not finite.
     """

@@ -113,7 +113,8 @@ def test_both_towers_tuned_on_two_ranks_score_in_stock_clip_benchmark_as_in_the_
     torch.save({"state_dict": start}, tmp_path / "epoch_0.pt")
     steps, lr, run = 4, 1e-4, tmp_path / "tuned"
     train(*common, "--val-data", plain, "--pretrained", tmp_path / "epoch_0.pt", "--batch-size", 16, "--lr", lr,
-          "--max-steps", steps, "--warmup", 1, "--loss", "asym-i2t", "--norm", "qnorm", "--name", "tuned", ranks=2)  # fmt: skip
+          "--max-steps", steps, "--warmup", 1, "--loss", "asym-i2t", "--norm", "qnorm", "--name", "tuned",
+          ranks=2)  # fmt: skip
 
     tuned = load_model(str(run)).towers.clip.state_dict()
     moved = {k: float((tuned[k] - v).abs().max()) for k, v in start.items() if k != "logit_scale"}

@@ -164,7 +164,7 @@ def test_help_waits_for_no_model() -> None:
     assert "--keep-normalize" in done.stdout and "Examples:" in done.stdout
 
 
-# --- in this process ----------------------------------------------------------------------------------------------------
+# --- in this process ---
 
 Make = Callable[..., TextTrainConfig]
 

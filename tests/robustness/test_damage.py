@@ -40,8 +40,8 @@ SPECIAL = (b"", b"\0", b"\xff\xfe", b"\n", b"\r\n", b'"', b"\t", b"{", b"[" * 50
            b"null", b"\x1b[31m", "\u202e".encode(), b"../../x", b"/dev/zero",
            b"!!python/object/apply:os.system [touch PWNED]")  # fmt: skip
 VALUES = ("", " ", "\0", "a\nb", "-1", "0", "1e999", "nan", "null", "~", "true", "[]", "{}", "[a, [b]]", "x" * 5000,
-          "../../x", "/dev/zero", "{0..99999999}.tar", "${NO_SUCH", "${NO_SUCH}", "\u202eabc", 0, -1, 7.5, 1e300, 10**30,
-          True, None, [], {}, ["x"], [[1]], {"x": 1})  # fmt: skip
+          "../../x", "/dev/zero", "{0..99999999}.tar", "${NO_SUCH", "${NO_SUCH}", "\u202eabc", 0, -1, 7.5, 1e300,
+          10**30, True, None, [], {}, ["x"], [[1]], {"x": 1})  # fmt: skip
 
 
 def write_tar(path: Path) -> None:

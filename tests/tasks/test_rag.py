@@ -355,7 +355,7 @@ SCORINGS = {n.value: n.exponents for n in FIXED_NORMALIZATIONS}
 
 
 def planted(queries: int = 12) -> tuple[BeirCollection, torch.Tensor, torch.Tensor]:
-    """Document 2i answers query i and has a large norm; document 2i + 1 has the better angle and says something else."""
+    """Document 2i answers query i and has a large norm; document 2i + 1 has the better angle and says nothing of it."""
     angle = torch.arange(queries) * 0.5
     query = torch.stack([angle.cos(), angle.sin()], 1)
     good = 9 * torch.stack([(angle + 0.05).cos(), (angle + 0.05).sin()], 1)
