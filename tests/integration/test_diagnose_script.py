@@ -105,10 +105,10 @@ def test_a_bank_that_is_the_evaluation_set_is_one_line(
     ("flags", "message"),
     [
         ("--model ViT-B-32 --distractors blnk", "blnk"),
-        ("--embeddings x.npz --distractors blank", "with --distractors"),
+        ("--embeddings x.npz --distractors blank", "--embeddings x.npz beside --distractors blank"),
         ("--model ViT-B-32 --bank-size 0", "--bank-size 0"),
         ("--model ViT-B-32 --block-bytes 5", "--block-bytes 5"),
-        ("--embeddings x.npz --data d.csv", "with --data"),
+        ("--embeddings x.npz --data d.csv", "--embeddings x.npz beside --data d.csv"),
         ("--compare x --plot no/such/x.png", "--plot 'no/such/x.png'"),
         ("--compare x --plot x.foo", "--plot 'x.foo'"),
         ("", "--embeddings"),
