@@ -168,14 +168,17 @@ class _Runner:
 
 
 def remove_damaged(runs: Sequence[StudyRun]) -> None:
-    """Remove finished runs that cannot be read, so that they are trained again, and checkpoints of those that can."""
+    """Move finished runs that cannot be read aside, to be trained again; remove checkpoints of those that can."""
     for run in filter(is_finished, runs):
         try:
             read_run(run)
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
         except (UserError, OSError) as error:
-            print(f"{printable(run.name, 80)}: damaged, is trained again: {printable(error, 400)}", file=sys.stderr)
-            shutil.rmtree(run.folder)
+            aside = run.folder.with_name(f"{run.folder.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            run.folder.rename(aside)
+            why = f"damaged, moved to {printable(aside.name)}, is trained again: {printable(error, 400)}"
+            print(f"{printable(run.name, 80)}: {why}", file=sys.stderr)
 
 
 def _numbers(run: StudyRun) -> str:
