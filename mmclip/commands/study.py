@@ -13,7 +13,7 @@ from mmclip.reporting.table import show
 from mmclip.study.arms import gather
 from mmclip.study.estimates import Study
 from mmclip.study.plan import StudyPlan, StudyRun, is_finished, plan_study, require_data, seconds_of
-from mmclip.study.runner import remove_damaged, run_study
+from mmclip.study.runner import run_study, set_damaged_aside
 
 MOST_JOBS = 4  # on a CPU: each holds a model and its data
 
@@ -42,7 +42,7 @@ def run(config: StudyConfig, command: Sequence[str] | None = None) -> int:
 
 
 def _run(plan: StudyPlan, config: StudyConfig, command: Sequence[str]) -> int:
-    remove_damaged(plan.runs)
+    set_damaged_aside(plan.runs)
     require_data(run for run in plan.runs if not is_finished(run))
     devices = gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -167,7 +167,7 @@ class _Runner:
                 active.process.wait()
 
 
-def remove_damaged(runs: Sequence[StudyRun]) -> None:
+def set_damaged_aside(runs: Sequence[StudyRun]) -> None:
     """Move finished runs that cannot be read aside, to be trained again; remove checkpoints of those that can."""
     for run in filter(is_finished, runs):
         try:

@@ -23,7 +23,7 @@ from mmclip.errors import UserError
 from mmclip.evaluation.results import Results, load_results, save_results
 from mmclip.study.arms import gather, read_run
 from mmclip.study.plan import StudyRun, is_finished, plan_study, seconds_of
-from mmclip.study.runner import remove_damaged, run_study
+from mmclip.study.runner import run_study, set_damaged_aside
 from tests.helpers import tiny
 from tests.helpers.studying import INSIDE, OUTSIDE, QUERIES, planted_run, planted_text
 
@@ -214,16 +214,18 @@ def shorter(*names: str) -> Damage:
     ],
 )
 def test_damaged_runs_are_trained_again(runs: list[StudyRun], damage: Damage, message: str, capsys: Capture) -> None:
-    remove_damaged(runs)
+    set_damaged_aside(runs)
     assert all(map(is_finished, runs))
     damage(runs[1].folder)
     arms, unreadable = gather(runs)  # damaged while others run
     ((one, why),) = unreadable.items()
     assert one is runs[1] and message in why and "\n" not in why
     assert [a.name for a in arms] == [runs[0].arm, runs[2].arm]
-    remove_damaged(runs)
+    set_damaged_aside(runs)
     err = capsys.readouterr().err
-    assert err.startswith("sym dot, seed 0: damaged, is trained again: ") and err.count("\n") == 1
+    aside = runs[1].folder.with_name(f"{runs[1].folder.name}.damaged")
+    assert err.startswith(f"sym dot, seed 0: damaged, moved to {aside.name}, is trained again: ")
+    assert err.count("\n") == 1 and (aside / "results.json").is_file()
     assert [is_finished(r) for r in runs] == [True, False, True]
 
 
